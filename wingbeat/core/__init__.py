@@ -1,0 +1,1 @@
+"""The nouns every other package shares: types, wire models, errors, ports, events and configuration."""

@@ -1,0 +1,139 @@
+"""Reading configuration: TOML file, then ``--a.b=c`` overrides, then validation with helpful errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from wingbeat.core.config.schema import Config
+from wingbeat.core.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The validated configuration of a TOML file plus overrides.
+
+    Raises ConfigError in one line: what is wrong, where, and for an unknown key the nearest known one.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"no configuration file at {path}; `wingbeat init NAME` writes one to start from") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    data = apply_overrides(data, parse_overrides(overrides))
+    return validate_config(data)
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], Any]]:
+    """``["--a.b=c"]`` to ``[(("a", "b"), value)]``; values are TOML where they parse, else strings."""
+    parsed: list[tuple[tuple[str, ...], Any]] = []
+    for argument in arguments:
+        key, separator, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not separator or not all(key.split(".")):
+            raise ConfigError(f"unknown argument {argument!r}: overrides look like --section.key=value")
+        parsed.append((tuple(part.replace("-", "_") for part in key.split(".")), _parse_value(text)))
+    return parsed
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Sequence[tuple[tuple[str, ...], Any]]
+) -> dict[str, Any]:
+    """A deep copy of ``data`` with each dotted path set."""
+    result: dict[str, Any] = json.loads(json.dumps(data))
+    for path, value in overrides:
+        node = result
+        for part in path[:-1]:
+            child = node.setdefault(part, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"--{'.'.join(path)}: {part!r} is a value, not a section")
+            node = child
+        node[path[-1]] = value
+    return result
+
+
+def validate_config(data: Mapping[str, Any]) -> Config:
+    """Validate, turning pydantic's report into one line per fault."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(dict(fault)) for fault in error.errors())) from error
+
+
+def _explain(fault: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(fault["loc"][:-1])
+        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key `{where}`; {hint}"
+    if fault["type"] == "missing":
+        return f"`{where}` is missing"
+    got = fault.get("input")
+    shown = f" (got {got!r})" if not isinstance(got, dict) else ""
+    return f"`{where}`: {fault['msg']}{shown}" if where else f"{fault['msg']}{shown}"
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
+    """The field names of the section at a location of the schema."""
+    model: Any = Config
+    for part in location:
+        if isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
+            model = _section_type(model.model_fields[part].annotation)
+        # a key of a dict of sections ("policies.NAME") keeps the section type
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _section_type(annotation: Any) -> Any:
+    """The section inside ``X``, ``X | None`` or ``dict[str, X]``."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return annotation
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML that :func:`load_config` reads back to an equal value."""
+    lines: list[str] = []
+    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _dump_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    scalars = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
+    if path and (scalars or not table):
+        lines += ["", f"[{'.'.join(_dump_key(p) for p in path)}]"]
+    lines += [f"{_dump_key(k)} = {_dump_value(v)}" for k, v in scalars.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _dump_table(value, (*path, key), lines)
+
+
+def _dump_key(key: str) -> str:
+    return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else json.dumps(key)
+
+
+def _dump_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_dump_value(v) for v in value) + "]"
+    if isinstance(value, float) and value != value:
+        return "nan"
+    return json.dumps(value)

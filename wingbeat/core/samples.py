@@ -1,0 +1,133 @@
+"""What the dataflow hands to a trainer, as compact wire values.
+
+Per-token arrays are little-endian byte strings (no object per token), because they travel through
+the ledger, the worker protocol and back.  Index legend: ``T`` = tokens of one timeline.
+
+A worked instance: turns ``[1,2] -> [10,11]`` and ``[1,2,10,11,20] -> [30]`` form one timeline::
+
+    token_ids  1  2 10 11 20 30
+    sampled    0  0  1  1  0  1
+    versions  -1 -1  4  4 -1  5
+
+``sampled[t]`` says that token ``t`` itself was drawn by the policy; the logit that explains it
+stands at position ``t - 1``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+INT_DTYPE = np.dtype("<i4")
+FLOAT_DTYPE = np.dtype("<f4")
+BYTE_DTYPE = np.dtype("u1")
+
+
+class TrainingSample(msgspec.Struct, frozen=True):
+    """One timeline of one episode for one policy; its sampled tokens occur in no other sample."""
+
+    sample_id: str
+    token_ids: bytes
+    """int32 [T]."""
+    sampled: bytes
+    """uint8 [T], 1 where the token trains."""
+    sampling_logprobs: bytes
+    """float32 [T], 0 where not sampled; after temperature."""
+    versions: bytes
+    """int32 [T], policy version per sampled token, -1 elsewhere."""
+    temperature: float = 1.0
+    turn_ids: tuple[str, ...] = ()
+    """The turns whose sampled tokens train here, in order."""
+
+    @classmethod
+    def build(
+        cls,
+        sample_id: str,
+        *,
+        token_ids: NDArray[np.int32],
+        sampled: NDArray[np.uint8],
+        sampling_logprobs: NDArray[np.float32],
+        versions: NDArray[np.int32],
+        temperature: float = 1.0,
+        turn_ids: tuple[str, ...] = (),
+    ) -> TrainingSample:
+        """Pack arrays of equal length [T]; raises ValueError where lengths differ."""
+        lengths = {len(token_ids), len(sampled), len(sampling_logprobs), len(versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"sample {sample_id}: per-token arrays must have one length, got {sorted(lengths)}")
+        return cls(
+            sample_id=sample_id,
+            token_ids=np.asarray(token_ids, INT_DTYPE).tobytes(),
+            sampled=np.asarray(sampled, BYTE_DTYPE).tobytes(),
+            sampling_logprobs=np.asarray(sampling_logprobs, FLOAT_DTYPE).tobytes(),
+            versions=np.asarray(versions, INT_DTYPE).tobytes(),
+            temperature=temperature,
+            turn_ids=turn_ids,
+        )
+
+    @property
+    def tokens_T(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.token_ids, INT_DTYPE)
+
+    @property
+    def sampled_T(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.sampled, BYTE_DTYPE)
+
+    @property
+    def sampling_logprobs_T(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.sampling_logprobs, FLOAT_DTYPE)
+
+    @property
+    def versions_T(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.versions, INT_DTYPE)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // INT_DTYPE.itemsize
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.sampled_T.sum())
+
+    @property
+    def min_version(self) -> int | None:
+        """The lowest version among the sampled tokens, which is what staleness is measured from."""
+        versions = self.versions_T[self.sampled_T.astype(bool)]
+        return int(versions.min()) if versions.size else None
+
+
+class EpisodeSamples(msgspec.Struct, frozen=True):
+    """All samples of one (episode attempt, policy, agent) with the reward that credits them."""
+
+    episode_id: str
+    attempt: int
+    group_id: str
+    policy: str
+    agent: str
+    """Baselines are keyed by (group, policy, agent); "" where the caller named none."""
+    reward: float
+    samples: tuple[TrainingSample, ...]
+    truncated: bool = False
+    """Some turn ended with finish_reason "length"."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(s.num_sampled for s in self.samples)
+
+    @property
+    def min_version(self) -> int | None:
+        found = [v for s in self.samples if (v := s.min_version) is not None]
+        return min(found, default=None)
+
+
+class TrainingBatch(msgspec.Struct, frozen=True):
+    """The ordered content of one optimiser step, logged before it is taken."""
+
+    batch_id: str
+    policy: str
+    step: int
+    """The step this batch produces: training it moves the policy from version step-1 to step."""
+    episodes: tuple[EpisodeSamples, ...]
+    seed: int
+    """Seeds everything random inside the step, so that replay is exact."""

@@ -1,0 +1,285 @@
+"""The worker protocol: what control and its workers say to each other.
+
+Workers dial *out* to control over one WebSocket, ``GET /worker/v1`` with ``Authorization: Bearer
+<worker key>``; each binary frame is one msgpack-encoded message below.  It is the same on loopback
+as from behind a NAT.  Big tensors never travel in frames: a :class:`Manifest` names a safetensors
+file, which receivers map from shared memory if they are on the publisher's host.
+
+    worker                                control
+      Register          ───────────────▶
+                        ◀───────────────  Welcome | Refused
+      Heartbeat         ───────────────▶  (every heartbeat_s)
+    engine              ◀───────────────  UpdateWeights, PinVersion, UnpinVersion
+      WeightsServed     ───────────────▶  (checksum now served)
+                        ◀───────────────  Generate, Abort
+      Tokens            ───────────────▶  (coalesced per decode step)
+    trainer
+      TrainerReady      ───────────────▶  (step it stands at, manifest it published)
+                        ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, ReleaseVersion
+      StepDone          ───────────────▶  (metrics, new manifest)
+      CheckpointSaved   ───────────────▶
+    both                ◀───────────────  Shutdown
+      Failed            ───────────────▶
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.types import FinishReason
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["engine", "trainer"]
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    name: str
+    dtype: str
+    """safetensors name, e.g. "F32", "BF16"."""
+    shape: tuple[int, ...]
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """How to merge a published LoRA adapter: ``W + alpha / rank * B @ A`` per target."""
+
+    rank: int
+    alpha: float
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One published policy version."""
+
+    policy: str
+    version: int
+    kind: Literal["full", "adapter"]
+    path: str
+    """The safetensors file on the publisher's host."""
+    host_id: str
+    checksum: str
+    """sha256 over names, dtypes, shapes and bytes in name order, hex."""
+    size_bytes: int
+    tensors: tuple[TensorInfo, ...]
+    base_model: str
+    """The model folder whose architecture (and, for an adapter, whose weights) this applies to."""
+    adapter: AdapterInfo | None = None
+
+
+class PolicySpec(msgspec.Struct, frozen=True):
+    """What a worker needs to host a policy: the resolved folder plus its configuration as JSON data."""
+
+    name: str
+    model: str
+    context_tokens: int
+    config: dict[str, Any]
+    """``PolicyConfig.model_dump(mode="json")``."""
+
+
+# --- worker to control -------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    protocol: int
+    role: Role
+    worker_id: str
+    host_id: str
+    pid: int
+    policies: tuple[str, ...] = ()
+    """Policies this worker was started for; empty means all (engines)."""
+    parallelism: int = 1
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    busy_s: float = 0.0
+    """Seconds of compute since the last heartbeat."""
+    stats: dict[str, dict[str, float]] = {}
+    """Per policy: engine stats or trainer stats."""
+
+
+class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    chunks: tuple[TokenChunk, ...]
+
+
+class WeightsServed(msgspec.Struct, frozen=True, tag="weights_served"):
+    """The engine now serves this; the checksum is computed from what it loaded, not echoed."""
+
+    policy: str
+    version: int
+    checksum: str
+    pinned: bool = False
+
+
+class TrainerReady(msgspec.Struct, frozen=True, tag="trainer_ready"):
+    policy: str
+    step: int
+    manifest: Manifest
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+    policy: str
+    batch_id: str
+    step: int
+    manifest: Manifest
+    metrics: dict[str, float]
+    advantages: dict[str, float]
+    """Per "episode_id:attempt:agent": the (sequence-level) advantage that was trained."""
+    started_s: float
+    """Wall clock (time.time) when the step began and ended, to measure overlap with rollouts."""
+    ended_s: float
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint_saved"):
+    policy: str
+    step: int
+    path: str
+
+
+class Exported(msgspec.Struct, frozen=True, tag="exported"):
+    policy: str
+    step: int
+    path: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A command failed without killing the worker."""
+
+    policy: str
+    command: str
+    error: str
+
+
+WorkerMessage = (
+    Register | Heartbeat | Tokens | WeightsServed | TrainerReady | StepDone | CheckpointSaved | Exported | Failed
+)
+
+
+# --- control to worker -------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    worker_id: str
+    heartbeat_s: float
+    policies: tuple[PolicySpec, ...]
+    run_dir: str
+    seed: int
+    engine: dict[str, Any] = {}
+    """``EngineConfig.model_dump(mode="json")`` for engines."""
+    resume: bool = False
+    """Trainers: restore the last checkpoint of the run directory, if any."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: str
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    request_id: str
+    policy: str
+    prompt_ids: bytes
+    """int32 little-endian."""
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    cache_key: str = ""
+    version: int | None = None
+    """A pinned version, or None for the live one."""
+    stream: bool = False
+    """Send tokens as they come; otherwise one chunk per version span, with the last."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights"):
+    manifest: Manifest
+
+
+class PinVersion(msgspec.Struct, frozen=True, tag="pin_version"):
+    """Keep serving this version beside the live one until unpinned (evaluation)."""
+
+    manifest: Manifest
+
+
+class UnpinVersion(msgspec.Struct, frozen=True, tag="unpin_version"):
+    policy: str
+    version: int
+
+
+class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
+    batch: TrainingBatch
+    replay: bool = False
+    """True when re-doing a logged step after a crash."""
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save_checkpoint"):
+    policy: str
+    step: int
+
+
+class Export(msgspec.Struct, frozen=True, tag="export"):
+    """Write a Hugging Face folder (or PEFT adapter) of the current weights to ``path``."""
+
+    policy: str
+    path: str
+
+
+class ReleaseVersion(msgspec.Struct, frozen=True, tag="release_version"):
+    """No receiver needs this version any more: its file may be deleted."""
+
+    policy: str
+    version: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    reason: str = ""
+
+
+ControlMessage = (
+    Welcome
+    | Refused
+    | Generate
+    | Abort
+    | UpdateWeights
+    | PinVersion
+    | UnpinVersion
+    | TrainStep
+    | SaveCheckpoint
+    | Export
+    | ReleaseVersion
+    | Shutdown
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+
+
+def encode(message: WorkerMessage | ControlMessage) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_worker(frame: bytes) -> WorkerMessage:
+    """Parse a frame at control.  Raises ``msgspec.ValidationError``/``DecodeError`` on anything else."""
+    return _worker_decoder.decode(frame)
+
+
+def decode_from_control(frame: bytes) -> ControlMessage:
+    """Parse a frame at a worker.  Raises ``msgspec.ValidationError``/``DecodeError`` on anything else."""
+    return _control_decoder.decode(frame)

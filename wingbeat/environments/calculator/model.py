@@ -1,0 +1,215 @@
+"""The demo's tiny model: built from a seed, warmed up on noisy demonstrations, written to a folder.
+
+    python -m wingbeat.environments.calculator.model --out DIR --seed N
+
+writes a complete Hugging Face folder and one JSON line of statistics. Warm-up is plain supervised
+learning on `CarelessAgent` episodes and stops as soon as the model is about as careless as they
+are: good enough to earn a reward at times, far from good.
+
+Letters: B episodes, T tokens, A sampled (trained) tokens, V vocabulary.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from wingbeat.environments.calculator.demonstrations import CarelessAgent, Message
+from wingbeat.environments.calculator.rollouts import Sampler
+from wingbeat.environments.calculator.tasks import CALC_TOOL, CalculatorTask, make_split
+from wingbeat.environments.calculator.tokenizer import (
+    MAX_MODEL_TOKENS,
+    build_tokenizer,
+    write_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpConfig:
+    """How the model imitates, and when it has imitated enough."""
+
+    agent: CarelessAgent = CarelessAgent()
+    learning_rate: float = 3e-3
+    ramp_steps: int = 10
+    num_episodes: int = 32
+    """Demonstrations per step."""
+
+    target_reward: float = 0.22
+    """Stop once the sampled reward on training tasks reaches this."""
+
+    check_every: int = 50
+    check_from: int = 200
+    check_episodes: int = 256
+    max_steps: int = 500
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpStats:
+    """What warm-up did; `rewards` are the sampled rewards of its checks."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    rewards: tuple[float, ...]
+
+
+def build_model(seed: int) -> Qwen3ForCausalLM:
+    """A randomly initialised model; the caller's random state is left alone."""
+    tokenizer = build_tokenizer()
+    eos = tokenizer.token_to_id("<|im_end|>")
+    pad = tokenizer.token_to_id("<|endoftext|>")
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=MAX_MODEL_TOKENS,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        use_cache=True,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=eos, pad_token_id=pad, do_sample=True, temperature=1.0
+    )
+    return model.float()
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    config: WarmUpConfig = WarmUpConfig(),
+) -> WarmUpStats:
+    """Imitate the careless agent on the training tasks of `seed`'s split."""
+    started = time.perf_counter()
+    tasks, _ = make_split(seed)
+    rng = random.Random(seed)
+    sampler = Sampler(model, tokenizer, torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    losses: list[float] = []
+    rewards: list[float] = []
+    for step in range(1, config.max_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * min(1.0, step / config.ramp_steps)
+        batch = [
+            config.agent.demonstrate(rng.choice(tasks), rng) for _ in range(config.num_episodes)
+        ]
+        loss = imitation_loss(model, tokenizer, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if step >= config.check_from and step % config.check_every == 0:
+            rewards.append(_sampled_reward(sampler, tasks, rng, config.check_episodes))
+            if rewards[-1] >= config.target_reward:
+                break
+    return WarmUpStats(
+        steps=len(losses),
+        seconds=time.perf_counter() - started,
+        first_loss=losses[0],
+        last_loss=sum(losses[-20:]) / len(losses[-20:]),
+        rewards=tuple(rewards),
+    )
+
+
+def imitation_loss(
+    model: Qwen3ForCausalLM,
+    tokenizer: "PreTrainedTokenizerBase",
+    episodes: Sequence[Sequence[Message]],
+) -> torch.Tensor:
+    """Mean cross-entropy of the tokens that the assistant wrote; the rest is only context."""
+    encoded = [encode_demonstration(tokenizer, messages) for messages in episodes]
+    width = max(len(ids) for ids, _ in encoded)
+    pad = tokenizer.pad_token_id
+    # Padding is on the right and attention is causal, so no attention mask is needed.
+    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in encoded])
+    trained_BT = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in encoded])
+    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+    trained_BT = trained_BT[:, 1:]
+    logits_AV = model.lm_head(hidden_BTD[trained_BT])
+    return torch.nn.functional.cross_entropy(logits_AV, ids_BT[:, 1:][trained_BT])
+
+
+def encode_demonstration(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
+) -> tuple[list[int], list[bool]]:
+    """An episode's tokens [T], and which of them [T] the assistant wrote."""
+    ids: list[int] = []
+    trained: list[bool] = []
+    rendered = ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for upto, prompt in ((index, True), (index + 1, False)):
+            text = tokenizer.apply_chat_template(
+                list(messages[:upto]),
+                tools=[CALC_TOOL],
+                add_generation_prompt=prompt,
+                tokenize=False,
+            )
+            if not prompt:
+                text = text.removesuffix("\n")
+            part = tokenizer(text[len(rendered) :], add_special_tokens=False)["input_ids"]
+            ids += part
+            trained += [not prompt] * len(part)
+            rendered = text
+    return ids, trained
+
+
+def write_model(folder: Path, seed: int) -> WarmUpStats:
+    """Build, warm up and write everything that a server needs to load the model."""
+    write_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = build_model(seed)
+    stats = warm_up(model, tokenizer, seed)
+    model.save_pretrained(folder)
+    return stats
+
+
+def _sampled_reward(
+    sampler: Sampler, tasks: Sequence[CalculatorTask], rng: random.Random, num_episodes: int
+) -> float:
+    rollouts = sampler.play(rng.choices(tasks, k=num_episodes))
+    return sum(rollout.reward for rollout in rollouts) / num_episodes
+
+
+def main() -> None:
+    """Command line: see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Write the demo's warmed-up model.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    stats = write_model(arguments.out, arguments.seed)
+    sys.stdout.write(json.dumps(asdict(stats)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
