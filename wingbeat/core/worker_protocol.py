@@ -1,9 +1,10 @@
 """The worker protocol: what control and its workers say to each other.
 
 Workers dial *out* to control over one WebSocket, ``GET /worker/v1`` with ``Authorization: Bearer
-<worker key>``; each binary frame is one msgpack-encoded message below.  It is the same on loopback
-as from behind a NAT.  Big tensors never travel in frames: a :class:`Manifest` names a safetensors
-file, which receivers map from shared memory if they are on the publisher's host.
+<worker key>``; each binary frame is a msgpack array of the messages below, so that a busy side sends
+what has gathered as one frame.  It is the same on loopback as from behind a NAT.  Big tensors never
+travel in frames: a :class:`Manifest` names a safetensors file, which receivers map from shared memory
+if they are on the publisher's host.
 
     worker                                control
       Register          ───────────────▶
@@ -24,6 +25,7 @@ file, which receivers map from shared memory if they are on the publisher's host
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -176,8 +178,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     seed: int
     engine: dict[str, Any] = {}
     """``EngineConfig.model_dump(mode="json")`` for engines."""
-    resume: bool = False
-    """Trainers: restore the last checkpoint of the run directory, if any."""
+    total_steps: int = 0
+    """Steps of the whole run, for learning-rate schedules."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -266,20 +268,20 @@ ControlMessage = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-_control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_worker_decoder: msgspec.msgpack.Decoder[list[WorkerMessage]] = msgspec.msgpack.Decoder(list[WorkerMessage])
+_control_decoder: msgspec.msgpack.Decoder[list[ControlMessage]] = msgspec.msgpack.Decoder(list[ControlMessage])
 
 
-def encode(message: WorkerMessage | ControlMessage) -> bytes:
-    """One frame."""
-    return _encoder.encode(message)
+def encode_frame(messages: Sequence[WorkerMessage] | Sequence[ControlMessage]) -> bytes:
+    """One frame that carries all ``messages`` in order."""
+    return _encoder.encode(messages)
 
 
-def decode_from_worker(frame: bytes) -> WorkerMessage:
+def decode_from_worker(frame: bytes) -> list[WorkerMessage]:
     """Parse a frame at control.  Raises ``msgspec.ValidationError``/``DecodeError`` on anything else."""
     return _worker_decoder.decode(frame)
 
 
-def decode_from_control(frame: bytes) -> ControlMessage:
+def decode_from_control(frame: bytes) -> list[ControlMessage]:
     """Parse a frame at a worker.  Raises ``msgspec.ValidationError``/``DecodeError`` on anything else."""
     return _control_decoder.decode(frame)

@@ -25,7 +25,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"no configuration file at {path}; `wingbeat init NAME` writes one to start from") from None
+            raise ConfigError(
+                f"no configuration file at {path}; `wingbeat init NAME` writes one to start from"
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
         except tomllib.TOMLDecodeError as error:
@@ -52,9 +54,7 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def apply_overrides(
-    data: Mapping[str, Any], overrides: Sequence[tuple[tuple[str, ...], Any]]
-) -> dict[str, Any]:
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     """A deep copy of ``data`` with each dotted path set."""
     result: dict[str, Any] = json.loads(json.dumps(data))
     for path, value in overrides:

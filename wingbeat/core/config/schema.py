@@ -141,6 +141,11 @@ class DataflowConfig(Section):
     max_staleness: int = Field(
         default=1, ge=0, description="Versions a sample may be behind the trainer; 0 is synchronous."
     )
+    straggler_wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="How long a step waits for the oldest running group; then its over-age samples are dropped.",
+    )
     group_floor: int | None = Field(
         default=None, ge=1, description="Members with which a group may close at its deadline; unset: its size."
     )

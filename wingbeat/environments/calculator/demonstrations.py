@@ -23,10 +23,10 @@ _ALL_TASKS = all_tasks()
 class CarelessAgent:
     """How often the demonstrating agent does each thing right; mistakes are independent."""
 
-    call_rate: float = 0.65
+    call_rate: float = 0.5
     """It calls the tool; else it answers at once with a random number."""
 
-    expression_rate: float = 0.65
+    expression_rate: float = 0.85
     """Its call asks what the user asked; else for a random task's expression."""
 
     report_rate: float = 0.65

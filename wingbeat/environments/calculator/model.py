@@ -26,7 +26,10 @@ from wingbeat.environments.calculator.demonstrations import CarelessAgent, Messa
 from wingbeat.environments.calculator.rollouts import Sampler
 from wingbeat.environments.calculator.tasks import CALC_TOOL, CalculatorTask, make_split
 from wingbeat.environments.calculator.tokenizer import (
+    END_TOKEN,
     MAX_MODEL_TOKENS,
+    PAD_TOKEN,
+    START_TOKEN,
     build_tokenizer,
     write_tokenizer,
 )
@@ -40,18 +43,22 @@ class WarmUpConfig:
     """How the model imitates, and when it has imitated enough."""
 
     agent: CarelessAgent = CarelessAgent()
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.0
     ramp_steps: int = 10
     num_episodes: int = 32
     """Demonstrations per step."""
 
-    target_reward: float = 0.22
-    """Stop once the sampled reward on training tasks reaches this."""
+    round_steps: int = 320
+    """Steps of the first round. The learning rate falls to zero within a round: at a constant rate
+    the model's error rates swing from step to step, and so would the reward it starts RL with."""
 
-    check_every: int = 50
-    check_from: int = 200
-    check_episodes: int = 256
-    max_steps: int = 500
+    extra_round_steps: int = 120
+    max_extra_rounds: int = 3
+    min_reward: float = 0.225
+    """Another round follows while the sampled reward on training tasks is below this."""
+
+    check_episodes: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,8 @@ class WarmUpStats:
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """A randomly initialised model; the caller's random state is left alone."""
     tokenizer = build_tokenizer()
-    eos = tokenizer.token_to_id("<|im_end|>")
-    pad = tokenizer.token_to_id("<|endoftext|>")
+    eos = tokenizer.token_to_id(END_TOKEN)
+    pad = tokenizer.token_to_id(PAD_TOKEN)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
@@ -79,7 +86,8 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
         num_key_value_heads=4,
         head_dim=16,
         max_position_embeddings=MAX_MODEL_TOKENS,
-        initializer_range=0.05,
+        initializer_range=0.15,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         use_cache=True,
         bos_token_id=None,
@@ -109,26 +117,29 @@ def warm_up(
     rng = random.Random(seed)
     sampler = Sampler(model, tokenizer, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
     losses: list[float] = []
     rewards: list[float] = []
-    for step in range(1, config.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * min(1.0, step / config.ramp_steps)
-        batch = [
-            config.agent.demonstrate(rng.choice(tasks), rng) for _ in range(config.num_episodes)
-        ]
-        loss = imitation_loss(model, tokenizer, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        if step >= config.check_from and step % config.check_every == 0:
-            rewards.append(_sampled_reward(sampler, tasks, rng, config.check_episodes))
-            if rewards[-1] >= config.target_reward:
-                break
+    for extra_round in range(config.max_extra_rounds + 1):
+        num_steps = config.extra_round_steps if extra_round else config.round_steps
+        for step in range(num_steps):
+            ramp = min(1.0, (step + 1) / config.ramp_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * ramp * min(1.0, 4 * (1 - step / num_steps))
+            batch = [
+                config.agent.demonstrate(rng.choice(tasks), rng)
+                for _ in range(config.num_episodes)
+            ]
+            loss = imitation_loss(model, tokenizer, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        rewards.append(_sampled_reward(sampler, tasks, rng, config.check_episodes))
+        if rewards[-1] >= config.min_reward:
+            break
     return WarmUpStats(
         steps=len(losses),
         seconds=time.perf_counter() - started,
@@ -160,25 +171,19 @@ def encode_demonstration(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
 ) -> tuple[list[int], list[bool]]:
     """An episode's tokens [T], and which of them [T] the assistant wrote."""
-    ids: list[int] = []
+    text = tokenizer.apply_chat_template(list(messages), tools=[CALC_TOOL], tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start, assistant, end = tokenizer.convert_tokens_to_ids(
+        [START_TOKEN, tokenizer.tokenize("assistant\n")[0], END_TOKEN]
+    )
     trained: list[bool] = []
-    rendered = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        for upto, prompt in ((index, True), (index + 1, False)):
-            text = tokenizer.apply_chat_template(
-                list(messages[:upto]),
-                tools=[CALC_TOOL],
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
-            if not prompt:
-                text = text.removesuffix("\n")
-            part = tokenizer(text[len(rendered) :], add_special_tokens=False)["input_ids"]
-            ids += part
-            trained += [not prompt] * len(part)
-            rendered = text
+    writing = False
+    for index, token in enumerate(ids):
+        trained.append(writing)
+        if ids[max(0, index - 1)] == start:
+            writing = token == assistant
+        elif token == end:
+            writing = False
     return ids, trained
 
 

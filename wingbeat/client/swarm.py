@@ -1,0 +1,235 @@
+"""The asynchronous client of a Wingbeat server.
+
+async with AsyncSwarm("http://127.0.0.1:8321") as swarm:
+    async with swarm.episode(task=Task("arithmetic", "1", {"question": "1+1"})) as episode:
+        ...
+        await episode.finish(1.0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+from urllib.parse import quote
+
+import orjson
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from wingbeat.client.episode import Episode
+from wingbeat.client.heartbeats import HeartbeatThread
+from wingbeat.client.retry import RetryPolicy
+from wingbeat.client.transport import Call, Transport
+from wingbeat.core.errors import RequestError
+from wingbeat.core.protocol import (
+    BeginReply,
+    BeginRequest,
+    EvaluationReply,
+    EvaluationRequest,
+    GroupModel,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    PolicyReply,
+    StatusReply,
+    TaskModel,
+    TaskSourceReply,
+    TaskSourceRequest,
+)
+from wingbeat.core.types import Group, Split, Task
+
+M = TypeVar("M", bound=BaseModel)
+
+_LONG_POLL_EXTRA_S = 30.0
+"""The server answers a waiting call after at most 30 s; the time-out comes on top of that."""
+
+_POLICIES = TypeAdapter(list[PolicyReply])
+
+
+class BeginOptions(TypedDict, total=False):
+    """How an episode begins: under a ``lease`` that the server dealt out, or with a ``task`` of one's own."""
+
+    lease: Lease
+    task: Task
+    group: Group
+    """Episodes of one task that share a baseline; all members name the same id and size."""
+    split: Split
+    """``Split.EVAL`` measures only."""
+    policies: Sequence[str]
+    """``"solver"`` follows the live weights, ``"solver@12"`` pins a version (eval only); unset: all."""
+    label: str
+    idle_timeout_s: float
+
+
+class AsyncSwarm:
+    """A server and this client's connections to it; use it on one event loop.
+
+    ``timeout_s`` bounds one request, ``retry_budget_s`` the tries at one call (None: forever).  An
+    episode's finish has its own ``finish_budget_s``, by default None: it is retried until acknowledged.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8321",
+        key: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        retry_budget_s: float | None = 120.0,
+        finish_budget_s: float | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.client_id = f"client-{uuid.uuid4().hex[:12]}"
+        self._retry = RetryPolicy(budget_s=retry_budget_s)
+        self._finish_retry = RetryPolicy(budget_s=finish_budget_s)
+        self._transport = Transport(self.url, key=key, timeout_s=timeout_s, retry=self._retry)
+        self._heartbeats = HeartbeatThread(self.url)
+        self._long_timeout_s = timeout_s + _LONG_POLL_EXTRA_S
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End connections and heartbeats; twice is harmless.  Running episodes are not aborted."""
+        await asyncio.to_thread(self._heartbeats.close)
+        await self._transport.close()
+
+    async def begin(self, **options: Unpack[BeginOptions]) -> Episode:
+        """Begin an episode that the caller ends; :meth:`episode` is safer.
+
+        Waits while admission is full, up to the retry budget.  Sent again after a failed connection
+        under the same idempotency key, so that at most one episode begins.
+        """
+        body = _begin_request(options)
+        call = Call("POST", "/api/episodes", body=body, timeout_s=self._long_timeout_s)
+        reply = await self._transport.send(call, BeginReply)
+        return Episode(reply, transport=self._transport, heartbeats=self._heartbeats, finish_retry=self._finish_retry)
+
+    @asynccontextmanager
+    async def episode(self, **options: Unpack[BeginOptions]) -> AsyncGenerator[Episode]:
+        """An episode for the block; leaving it without ``finish`` aborts the episode."""
+        async with await self.begin(**options) as episode:
+            yield episode
+
+    async def lease(
+        self,
+        max_leases: int = 1,
+        *,
+        splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
+        wait_s: float = 30.0,
+        patient: bool = False,
+    ) -> LeaseReply:
+        """Ask the server what to run next; waits up to ``wait_s`` for work.
+
+        ``patient`` asks until there is an answer, however long the server is away.
+        """
+        body = checked(
+            LeaseRequest, max_leases=max_leases, splits=list(splits), wait_s=wait_s, client_id=self.client_id
+        )
+        retry = RetryPolicy(budget_s=None) if patient else self._retry
+        call = Call("POST", "/api/tasks/lease", body=body, timeout_s=self._long_timeout_s, retry=retry)
+        return await self._transport.send(call, LeaseReply)
+
+    async def put_tasks(self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN) -> TaskSourceReply:
+        """Add (or replace) the tasks of a source that the server deals out to its clients."""
+        models = [_task_model(task) for task in tasks]
+        foreign = next((task.source for task in models if task.source != source), None)
+        if foreign is not None:
+            raise RequestError(f"expected tasks of source {source!r}, got one of {foreign!r}", param="tasks")
+        body = checked(TaskSourceRequest, split=split, tasks=models)
+        call = Call("PUT", f"/api/tasks/{quote(source, safe='')}", body=body)
+        return await self._transport.send(call, TaskSourceReply)
+
+    async def status(self) -> StatusReply:
+        """Where the run stands and what it waits for."""
+        return await self._transport.send(Call("GET", "/api/status"), StatusReply)
+
+    async def policies(self) -> list[PolicyReply]:
+        """The policies and the versions being served."""
+        data = await self._transport.send_unread(Call("GET", "/api/policies"))
+        return _POLICIES.validate_json(data, extra="ignore")
+
+    async def start_evaluation(self, request: EvaluationRequest) -> EvaluationReply:
+        """Begin an evaluation; its episodes are leased like all others.
+
+        Not repeated after a lost answer, since that could start it twice.
+        """
+        call = Call("POST", "/api/evaluations", body=request, repeatable=False)
+        return await self._transport.send(call, EvaluationReply)
+
+    async def evaluation(self, evaluation_id: str) -> EvaluationReply:
+        """How far an evaluation is."""
+        return await self._transport.send(Call("GET", f"/api/evaluations/{evaluation_id}"), EvaluationReply)
+
+    async def evaluate(
+        self,
+        request: EvaluationRequest | None = None,
+        *,
+        poll_s: float = 1.0,
+        on_progress: Callable[[EvaluationReply], None] | None = None,
+    ) -> EvaluationReply:
+        """Run an evaluation to its end and return its scores; some client must be running its episodes."""
+        reply = await self.start_evaluation(request or EvaluationRequest())
+        while reply.state != "done":
+            if on_progress is not None:
+                on_progress(reply)
+            await asyncio.sleep(poll_s)
+            reply = await self.evaluation(reply.evaluation_id)
+        return reply
+
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+        """The run's events from now on, until the server ends the stream."""
+        async for line in self._transport.stream_lines(Call("GET", "/api/events")):
+            if line.startswith(b"data:"):
+                yield orjson.loads(line[5:])
+
+    async def stop(self) -> None:
+        """Ask the server to end the run."""
+        await self._transport.send_unread(Call("POST", "/api/stop"))
+
+
+def checked(model: type[M], **fields: Any) -> M:
+    """A wire model, with RequestError in place of pydantic's report."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{where}: {first['msg']} (got {first['input']!r})", param=where) from error
+
+
+def _begin_request(options: BeginOptions) -> BeginRequest:
+    lease, task, group = options.get("lease"), options.get("task"), options.get("group")
+    if (lease is None) == (task is None):
+        got = "both" if lease is not None else "neither"
+        raise RequestError(f"expected a lease or a task to begin an episode with, got {got}", param="task")
+    policies = options.get("policies")
+    return checked(
+        BeginRequest,
+        idempotency_key=uuid.uuid4().hex,
+        lease_id=None if lease is None else lease.lease_id,
+        task=None if task is None else _task_model(task),
+        group=None if group is None else GroupModel(id=group.id, size=group.size),
+        split=options.get("split", Split.TRAIN if lease is None else lease.split),
+        policies=None if policies is None else list(policies),
+        label=options.get("label", ""),
+        idle_timeout_s=options.get("idle_timeout_s"),
+    )
+
+
+def _task_model(task: Task) -> TaskModel:
+    try:
+        json.dumps(task.payload, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"task {task.id!r}: expected a payload of JSON data, got {error}", param="payload"
+        ) from error
+    return checked(TaskModel, source=task.source, id=task.id, payload=task.payload)

@@ -1,0 +1,259 @@
+"""The synchronous twins of AsyncSwarm and Episode, for plain scripts and threads.
+
+All I/O runs on one event loop in a background thread; heartbeats have their own.
+
+    with Swarm("http://127.0.0.1:8321") as swarm, swarm.episode(task=task) as episode:
+        ...
+        episode.finish(1.0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, SupportsFloat, TypeVar, Unpack
+
+from wingbeat.client.episode import Episode, EpisodeState
+from wingbeat.client.rewards import RewardLike
+from wingbeat.client.swarm import AsyncSwarm, BeginOptions
+from wingbeat.core.errors import RequestError
+from wingbeat.core.protocol import (
+    EpisodeReply,
+    EvaluationReply,
+    EvaluationRequest,
+    FinishReply,
+    LeaseReply,
+    PolicyReply,
+    StatusReply,
+    TaskSourceReply,
+)
+from wingbeat.core.types import Group, Outcome, Split, Task
+
+T = TypeVar("T")
+
+
+class LoopPort:
+    """Runs coroutines on a loop of another thread and waits for their results."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result.  Raises RequestError on the loop's own thread, where waiting would hang."""
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if on_loop or self._loop.is_closed():
+            coroutine.close()
+            raise RequestError(
+                "a synchronous call on its own event loop would wait for ever; use AsyncSwarm in async code"
+                if on_loop
+                else "this client is closed; make a new one"
+            )
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting: do not leave the call behind
+            raise
+
+
+class SyncEpisode:
+    """:class:`wingbeat.client.Episode` for synchronous code; same names, same meaning."""
+
+    def __init__(self, episode: Episode, port: LoopPort) -> None:
+        self._episode = episode
+        self._port = port
+
+    @property
+    def id(self) -> str:
+        return self._episode.id
+
+    @property
+    def attempt(self) -> int:
+        return self._episode.attempt
+
+    @property
+    def task(self) -> Task:
+        return self._episode.task
+
+    @property
+    def group(self) -> Group:
+        return self._episode.group
+
+    @property
+    def split(self) -> Split:
+        return self._episode.split
+
+    @property
+    def base_url(self) -> str:
+        return self._episode.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._episode.api_key
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return self._episode.policies
+
+    @property
+    def model(self) -> str:
+        return self._episode.model
+
+    @property
+    def state(self) -> EpisodeState:
+        return self._episode.state
+
+    @property
+    def closed(self) -> bool:
+        return self._episode.closed
+
+    def model_for(self, policy: str | None = None, *, agent: str = "") -> str:
+        """As :meth:`Episode.model_for`."""
+        return self._episode.model_for(policy, agent=agent)
+
+    def finish(
+        self,
+        reward: RewardLike,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        outcome: Outcome = Outcome.AGENT,
+        message: str = "",
+    ) -> FinishReply:
+        """As :meth:`Episode.finish`."""
+        return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
+
+    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT) -> None:
+        """As :meth:`Episode.abort`."""
+        self._port.call(self._episode.abort(message, outcome=outcome))
+
+    def status(self) -> EpisodeReply:
+        """As :meth:`Episode.status`."""
+        return self._port.call(self._episode.status())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._port.call(self._episode.__aexit__(kind, error, tb))
+
+
+class Swarm:
+    """:class:`wingbeat.client.AsyncSwarm` for synchronous code; usable from many threads."""
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8321",
+        key: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        retry_budget_s: float | None = 120.0,
+        finish_budget_s: float | None = None,
+    ) -> None:
+        self._swarm = AsyncSwarm(
+            url, key, timeout_s=timeout_s, retry_budget_s=retry_budget_s, finish_budget_s=finish_budget_s
+        )
+        self._loop = asyncio.new_event_loop()
+        self._port = LoopPort(self._loop)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run_loop, name="wingbeat-client", daemon=True)
+        self._thread.start()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    @property
+    def url(self) -> str:
+        return self._swarm.url
+
+    def close(self) -> None:
+        """End connections, heartbeats and the background thread; twice is harmless."""
+        with self._lock:
+            if not self._thread.is_alive():
+                return
+            self._port.call(self._swarm.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def begin(self, **options: Unpack[BeginOptions]) -> SyncEpisode:
+        """As :meth:`AsyncSwarm.begin`."""
+        return SyncEpisode(self._port.call(self._swarm.begin(**options)), self._port)
+
+    @contextmanager
+    def episode(self, **options: Unpack[BeginOptions]) -> Generator[SyncEpisode]:
+        """An episode for the block; leaving it without ``finish`` aborts the episode."""
+        with self.begin(**options) as episode:
+            yield episode
+
+    def lease(
+        self,
+        max_leases: int = 1,
+        *,
+        splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
+        wait_s: float = 30.0,
+        patient: bool = False,
+    ) -> LeaseReply:
+        """As :meth:`AsyncSwarm.lease`."""
+        return self._port.call(self._swarm.lease(max_leases, splits=splits, wait_s=wait_s, patient=patient))
+
+    def put_tasks(self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN) -> TaskSourceReply:
+        """As :meth:`AsyncSwarm.put_tasks`."""
+        return self._port.call(self._swarm.put_tasks(source, tasks, split=split))
+
+    def status(self) -> StatusReply:
+        """As :meth:`AsyncSwarm.status`."""
+        return self._port.call(self._swarm.status())
+
+    def policies(self) -> list[PolicyReply]:
+        """As :meth:`AsyncSwarm.policies`."""
+        return self._port.call(self._swarm.policies())
+
+    def start_evaluation(self, request: EvaluationRequest) -> EvaluationReply:
+        """As :meth:`AsyncSwarm.start_evaluation`."""
+        return self._port.call(self._swarm.start_evaluation(request))
+
+    def evaluation(self, evaluation_id: str) -> EvaluationReply:
+        """As :meth:`AsyncSwarm.evaluation`."""
+        return self._port.call(self._swarm.evaluation(evaluation_id))
+
+    def evaluate(
+        self,
+        request: EvaluationRequest | None = None,
+        *,
+        poll_s: float = 1.0,
+        on_progress: Callable[[EvaluationReply], None] | None = None,
+    ) -> EvaluationReply:
+        """As :meth:`AsyncSwarm.evaluate`; ``on_progress`` is called in the background thread."""
+        return self._port.call(self._swarm.evaluate(request, poll_s=poll_s, on_progress=on_progress))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """As :meth:`AsyncSwarm.events`."""
+        stream = self._swarm.events()
+        try:
+            while (event := self._port.call(_next(stream))) is not None:
+                yield event
+        finally:
+            self._port.call(stream.aclose())
+
+    def stop(self) -> None:
+        """As :meth:`AsyncSwarm.stop`."""
+        self._port.call(self._swarm.stop())
+
+
+async def _next(stream: AsyncGenerator[dict[str, Any]]) -> dict[str, Any] | None:
+    return await anext(stream, None)

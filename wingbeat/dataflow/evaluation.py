@@ -1,0 +1,132 @@
+"""Scores one pinned policy version on fixed tasks.
+
+Each task is a group of ``samples_per_task`` episodes in the :class:`GroupBook`, which re-attempts
+failures.  What still fails is reported as missing and never scored as 0: an outage must not look
+like a worse policy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.records import ClosedGroup, GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSpec:
+    """What is measured."""
+
+    id: str
+    policy: str
+    version: int
+    name: str = "eval"
+    samples_per_task: int = 1
+    team: tuple[str, ...] = ()
+    """Other policies that the episodes may call, as ``"name"`` or ``"name@version"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What is known so far."""
+
+    spec: EvaluationSpec
+    done: bool
+    num_expected: int
+    num_finished: int
+    """Episodes with a reward."""
+    missing: Mapping[str, int]
+    """Episodes without one, by reason."""
+    mean: float | None
+    stderr: float | None
+    """Of the mean over tasks; None with fewer than two scored tasks."""
+    rewards: Mapping[str, tuple[float, ...]]
+    """Per task, in order of finishing.  Keys are task ids; ``source/id`` where several sources are scored."""
+
+    @property
+    def num_missing(self) -> int:
+        return sum(self.missing.values())
+
+
+class Evaluation:
+    """Hands out the groups of one evaluation and collects their rewards."""
+
+    def __init__(self, spec: EvaluationSpec, tasks: Sequence[Task]) -> None:
+        """Raises ValueError where there is nothing to measure or a task comes twice."""
+        if not tasks or spec.samples_per_task < 1:
+            raise ValueError(f"evaluation {spec.id}: expected tasks and samples_per_task >= 1, got {len(tasks)} tasks")
+        has_one_source = len({task.source for task in tasks}) == 1
+        self._spec = spec
+        self._tasks = tuple(tasks)
+        self._keys = [task.id if has_one_source else f"{task.source}/{task.id}" for task in tasks]
+        if len(set(self._keys)) < len(self._keys):
+            raise ValueError(f"evaluation {spec.id}: every task may come once, raise samples_per_task instead")
+        self._num_handed_out = 0
+        self._pending: dict[str, str] = {}
+        """Group id -> task key."""
+        self._rewards: dict[str, list[float]] = {}
+        self._missing: Counter[str] = Counter()
+
+    @property
+    def spec(self) -> EvaluationSpec:
+        return self._spec
+
+    @property
+    def done(self) -> bool:
+        """Whether every task's group was handed out and has closed."""
+        return self._num_handed_out == len(self._tasks) and not self._pending
+
+    def next_group(self) -> GroupSpec | None:
+        """The next task's group, to be opened in the book; None when all were handed out."""
+        index = self._num_handed_out
+        if index == len(self._tasks):
+            return None
+        self._num_handed_out += 1
+        group_id = f"{self._spec.id}-{index}"
+        self._pending[group_id] = self._keys[index]
+        return GroupSpec(
+            id=group_id,
+            task=self._tasks[index],
+            split=Split.EVAL,
+            size=self._spec.samples_per_task,
+            policies=(f"{self._spec.policy}@{self._spec.version}", *self._spec.team),
+            evaluation_id=self._spec.id,
+        )
+
+    def collect(self, group: ClosedGroup) -> None:
+        """Take in a closed group.  Raises ValueError where it is not pending here."""
+        key = self._pending.pop(group.spec.id, None)
+        if key is None:
+            raise ValueError(f"group {group.spec.id} is not pending in evaluation {self._spec.id}")
+        for record in sorted(group.finished, key=lambda record: record.finished_s):
+            reward = record.rewards.get(self._spec.policy)
+            if reward is None:
+                self._missing[f"no reward for policy {self._spec.policy}"] += 1
+            else:
+                self._rewards.setdefault(key, []).append(reward)
+        self._missing.update(member.reason for member in (*group.given_up, *group.cut_off))
+
+    def result(self) -> EvaluationResult:
+        """Mean and standard error over tasks.
+
+        Episodes of one task are not independent, so a task's episodes are averaged first and the
+        error is that of the task means (clustered, after Miller 2024, arXiv:2411.00640, section 2.2):
+        ``mean = 1/n sum_t m_t``, ``stderr = sd(m) / sqrt(n)`` with ``sd`` of ``n - 1``.  Tasks without any
+        reward are left out here and stand in ``missing``.
+        """
+        task_means = [statistics.fmean(rewards) for rewards in self._rewards.values()]
+        num_tasks = len(task_means)
+        return EvaluationResult(
+            spec=self._spec,
+            done=self.done,
+            num_expected=len(self._tasks) * self._spec.samples_per_task,
+            num_finished=sum(len(rewards) for rewards in self._rewards.values()),
+            missing=dict(self._missing),
+            mean=statistics.fmean(task_means) if task_means else None,
+            stderr=statistics.stdev(task_means) / math.sqrt(num_tasks) if num_tasks > 1 else None,
+            rewards={key: tuple(rewards) for key, rewards in self._rewards.items()},
+        )

@@ -1,0 +1,162 @@
+"""The ledger's rows: single steps of its transactions, each on the writer's connection.
+
+None commits; whoever calls them owns the transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from wingbeat.core.errors import ConflictError, IdempotencyConflict, NotFoundError
+from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.types import Split
+from wingbeat.dataflow.ledger_schema import AttemptState, SampleState, check_attempt, check_sample
+from wingbeat.dataflow.operators import counts_in_group
+from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec
+
+_json_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def to_json(value: Any) -> str:
+    """Equal values give equal texts."""
+    return _json_encoder.encode(value).decode()
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+
+def insert_group(db: sqlite3.Connection, spec: GroupSpec, *, episode_ids: Sequence[str], now: float) -> None:
+    task = (spec.task.source, spec.task.id, to_json(spec.task.payload))
+    db.execute("INSERT OR IGNORE INTO tasks (source, id, payload) VALUES (?, ?, ?)", task)
+    (task_key,) = db.execute("SELECT task_key FROM tasks WHERE source = ? AND id = ? AND payload = ?", task).fetchone()
+    lists = (to_json(spec.policies), to_json(dict(spec.floor_version)), spec.evaluation_id, to_json(list(episode_ids)))
+    db.execute(
+        """INSERT INTO groups (group_id, task_key, split, size, policies, floor_version, evaluation_id, episode_ids,
+            state, opened_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open', ?)""",
+        (spec.id, task_key, spec.split, spec.size, *lists, now),
+    )
+
+
+def group_row(db: sqlite3.Connection, group_id: str) -> tuple[Split, str]:
+    """Split and state.  Raises NotFoundError."""
+    row = db.execute("SELECT split, state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"group {group_id} is not recorded; record_group comes first")
+    return Split(row[0]), str(row[1])
+
+
+def attempt_row(db: sqlite3.Connection, episode_id: str, attempt: int) -> tuple[AttemptState, str | None] | None:
+    """State and finish digest; None where the attempt is not recorded."""
+    row = db.execute(
+        "SELECT state, finish_digest FROM episodes WHERE episode_id = ? AND attempt = ?", (episode_id, attempt)
+    ).fetchone()
+    return None if row is None else (AttemptState(row[0]), row[1])
+
+
+def is_repeated_finish(db: sqlite3.Connection, record: EpisodeRecord) -> bool:
+    """Whether this very finish is recorded.  Raises ConflictError where the attempt may not finish (so)."""
+    episode_id, attempt = record.episode_id, record.attempt
+    row = attempt_row(db, episode_id, attempt)
+    if row is not None:
+        state, digest = row
+        if state is AttemptState.FINISHED and digest == record.finish_digest:
+            return True
+        if state is AttemptState.FINISHED:
+            raise IdempotencyConflict(
+                f"episode {episode_id} attempt {attempt} finished with another body; a finish cannot be changed"
+            )
+        check_attempt(episode_id, attempt, current=state, target=AttemptState.FINISHED)
+    other = db.execute(
+        """SELECT attempt, state FROM episodes WHERE episode_id = ?
+        AND (attempt > ? OR (attempt < ? AND state = 'finished' AND outcome = 'agent'))""",
+        (episode_id, attempt, attempt),
+    ).fetchone()
+    if other is not None:
+        raise ConflictError(f"episode {episode_id} attempt {attempt} cannot count: attempt {other[0]} is {other[1]}")
+    return False
+
+
+def write_finish(db: sqlite3.Connection, record: EpisodeRecord, *, payload: bytes, graph: bytes | None) -> None:
+    db.execute(
+        """INSERT INTO episodes (episode_id, attempt, group_id, label, state, outcome, message, rewards, metrics,
+            num_turns, num_sampled, created_s, finished_s, finish_digest, payload, graph)
+        VALUES (?, ?, ?, ?, 'finished', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        ON CONFLICT (episode_id, attempt) DO UPDATE SET state = 'finished', outcome = excluded.outcome,
+            message = excluded.message, rewards = excluded.rewards, metrics = excluded.metrics,
+            num_turns = excluded.num_turns, num_sampled = excluded.num_sampled, created_s = excluded.created_s,
+            finished_s = excluded.finished_s, finish_digest = excluded.finish_digest, payload = excluded.payload,
+            graph = excluded.graph""",
+        (
+            record.episode_id,
+            record.attempt,
+            record.group_id,
+            record.label,
+            record.outcome,
+            record.message,
+            to_json(dict(record.rewards)),
+            to_json(dict(record.metrics)),
+            record.num_turns,
+            record.num_sampled,
+            record.created_s,
+            record.finished_s,
+            record.finish_digest,
+            payload,
+            graph,
+        ),
+    )
+
+
+def insert_samples(db: sqlite3.Connection, record: EpisodeRecord) -> None:
+    counted = counts_in_group(record)
+    state, reason = (SampleState.FINISHED, None) if counted else (SampleState.DROPPED, f"outcome_{record.outcome}")
+    tokens: Counter[str] = Counter()
+    for samples in record.samples:
+        tokens[samples.policy] += samples.num_sampled
+    db.executemany(
+        """INSERT INTO samples (episode_id, attempt, policy, state, reason, num_tokens) VALUES (?, ?, ?, ?, ?, ?)""",
+        [(record.episode_id, record.attempt, policy, state, reason, count) for policy, count in tokens.items()],
+    )
+
+
+def is_logged(db: sqlite3.Connection, batch: TrainingBatch, *, digest: str) -> bool:
+    """Whether this very batch is logged.  Raises ConflictError where its id or step cannot be logged."""
+    row = db.execute("SELECT digest FROM batches WHERE batch_id = ?", (batch.batch_id,)).fetchone()
+    if row is not None:
+        if row[0] == digest:
+            return True
+        raise IdempotencyConflict(f"batch {batch.batch_id} is logged with another content")
+    (last,) = db.execute("SELECT MAX(step) FROM batches WHERE policy = ?", (batch.policy,)).fetchone()
+    if last is not None and batch.step != last + 1:
+        raise ConflictError(f"policy {batch.policy!r}: expected a batch of step {last + 1}, got step {batch.step}")
+    return False
+
+
+def move_sample(
+    db: sqlite3.Connection,
+    episode_id: str,
+    attempt: int,
+    *,
+    policy: str,
+    target: SampleState,
+    reason: str | None = None,
+) -> None:
+    key = (episode_id, attempt, policy)
+    row = db.execute("SELECT state FROM samples WHERE episode_id = ? AND attempt = ? AND policy = ?", key).fetchone()
+    if row is None:
+        raise NotFoundError(f"episode {episode_id} attempt {attempt} has no finished samples of policy {policy!r}")
+    check_sample(episode_id, attempt, current=SampleState(row[0]), target=target)
+    db.execute(
+        "UPDATE samples SET state = ?, reason = ? WHERE episode_id = ? AND attempt = ? AND policy = ?",
+        (target, reason, *key),
+    )
+
+
+def drop_samples(db: sqlite3.Connection, dropped: tuple[Dropped, ...], *, policy: str) -> None:
+    for episode_id, attempt, reason in dropped:
+        move_sample(db, episode_id, attempt, policy=policy, target=SampleState.DROPPED, reason=reason)

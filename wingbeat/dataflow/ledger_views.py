@@ -1,0 +1,100 @@
+"""What one reads from a ledger, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wingbeat.core.types import Outcome
+from wingbeat.dataflow.groups import RestoredSlot
+from wingbeat.dataflow.ledger_schema import AttemptState, SampleState
+from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunMeta:
+    """Which run a ledger belongs to."""
+
+    run_id: str
+    seed: int
+    config: str = "{}"
+    """The run's configuration as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReceipt:
+    """What an acknowledged finish said."""
+
+    outcome: Outcome
+    finish_digest: str
+    num_turns: int
+    num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group to re-open after a restart (``GroupBook.restore``)."""
+
+    spec: GroupSpec
+    slots: tuple[RestoredSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStatus:
+    """What became of an attempt's samples of one policy."""
+
+    policy: str
+    state: SampleState
+    reason: str | None
+    num_tokens: int
+    step: int | None
+    """The step whose batch holds them."""
+    advantages: Mapping[str, float | None]
+    """Per agent, once trained; None where it was not a finite number."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One attempt, for people."""
+
+    group: GroupSpec
+    state: AttemptState
+    attempt: int
+    label: str
+    created_s: float
+    record: EpisodeRecord | None
+    """None unless finished."""
+    samples: tuple[SampleStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    policy: str
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCount:
+    """Attempts and sampled tokens of one policy in one state."""
+
+    policy: str
+    state: SampleState
+    reason: str | None
+    num_attempts: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSummary:
+    """The whole run in counts."""
+
+    num_tasks: int
+    groups: Mapping[str, int]
+    """By state."""
+    attempts: Mapping[str, int]
+    """By state, finished ones by ``finished:outcome``."""
+    samples: tuple[SampleCount, ...]
+    trained_step: Mapping[str, int]
+    """Per policy, the last step that was trained."""
+    num_evaluations: int

@@ -1,0 +1,133 @@
+"""One thread owns the ledger's writing connection and commits in groups.
+
+A durable commit costs one sync of the disk, whatever its size.  So the thread takes all jobs that
+came while the last commit ran, runs each in a savepoint of one transaction (a refused job undoes only
+itself), commits once, and resolves their futures only then::
+
+    submit ──▶ queue ──▶ BEGIN; job, job, job; COMMIT (sync) ──▶ futures resolve
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from wingbeat.core.errors import UnavailableError, WingbeatError
+
+T = TypeVar("T")
+
+MAX_JOBS_PER_COMMIT = 512
+"""Bounds how long the first job of a commit waits for the last."""
+
+
+@dataclass(slots=True)
+class _Job:
+    run: Callable[[sqlite3.Connection], Any]
+    future: Future[Any] = field(default_factory=Future[Any])
+    result: Any = None
+    error: WingbeatError | sqlite3.Error | None = None
+
+    def resolve(self) -> None:
+        if self.error is None:
+            self.future.set_result(self.result)
+        else:
+            self.future.set_exception(self.error)
+
+
+class CommitThread:
+    """Runs jobs on a connection that nobody else may use, and closes it at the end."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        """``connection`` must be in autocommit mode and usable from another thread."""
+        self._connection = connection
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="wingbeat-ledger", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Queue a job; the future resolves when its effects are durable.
+
+        Its exception is the job's own (WingbeatError, sqlite3.Error), that of the failed commit, or
+        UnavailableError where the thread died.  Cancelling the future has no effect on the job.
+        Raises UnavailableError after :meth:`close`.
+        """
+        job = _Job(run)
+        job.future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._stopped:
+                raise UnavailableError("the ledger is closed: nothing can be recorded any more")
+            self._queue.put(job)
+        return job.future
+
+    def close(self) -> None:
+        """Commit what is queued, then end the thread and close the connection; a second call does nothing."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        batch: list[_Job] = []
+        try:
+            is_open = True
+            while is_open:
+                batch, is_open = self._next_batch()
+                self._commit(batch)
+        finally:
+            self._connection.close()
+            self._fail_pending(batch)
+
+    def _next_batch(self) -> tuple[list[_Job], bool]:
+        """Wait for one job, then take what else is there; False once the end mark was seen."""
+        batch: list[_Job] = []
+        while len(batch) < MAX_JOBS_PER_COMMIT and (not batch or not self._queue.empty()):
+            job = self._queue.get()
+            if job is None:
+                return batch, False
+            batch.append(job)
+        return batch, True
+
+    def _commit(self, batch: list[_Job]) -> None:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for job in batch:
+                self._run_job(job)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            for job in batch:
+                job.error = job.error or error
+        for job in batch:
+            job.resolve()
+
+    def _run_job(self, job: _Job) -> None:
+        self._connection.execute("SAVEPOINT job")
+        try:
+            job.result = job.run(self._connection)
+        except (WingbeatError, sqlite3.Error) as error:
+            job.error = error
+            if not self._connection.in_transaction:
+                raise  # SQLite rolled everything back by itself (disk full, I/O error): the whole commit failed
+            self._connection.execute("ROLLBACK TO job")
+        self._connection.execute("RELEASE job")
+
+    def _fail_pending(self, batch: list[_Job]) -> None:
+        """Nobody may wait for ever for a dead thread."""
+        with self._lock:
+            self._stopped = True
+            while not self._queue.empty():
+                job = self._queue.get()
+                if job is not None:
+                    batch.append(job)
+        for job in batch:
+            if not job.future.done():
+                job.future.set_exception(UnavailableError("the ledger's writer died; see the log and restart"))

@@ -1,0 +1,1 @@
+"""Starting Wingbeat's processes: the local supervisor, and a whole training run on top of it."""

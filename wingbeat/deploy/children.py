@@ -1,0 +1,171 @@
+"""One supervised child process: started, watched, restarted, and never outliving its supervisor.
+
+STARTING ──▶ RUNNING ──death──▶ BACKOFF ──▶ STARTING …
+                ├──setup error, or too many deaths──▶ FAILED
+                └──exit code 0──▶ STOPPED                  any ──stop──▶ STOPPED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from wingbeat.core.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+MAX_DEATHS = 6
+DEATHS_WINDOW_S = 120.0
+STOP_S = 10.0
+SETUP_ERROR_EXIT = 2
+
+
+class ChildState(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: Mapping[ChildState, frozenset[ChildState]] = {
+    ChildState.STARTING: frozenset({ChildState.RUNNING, ChildState.FAILED, ChildState.STOPPED}),
+    ChildState.RUNNING: frozenset({ChildState.BACKOFF, ChildState.FAILED, ChildState.STOPPED}),
+    ChildState.BACKOFF: frozenset({ChildState.STARTING, ChildState.STOPPED}),
+    ChildState.FAILED: frozenset({ChildState.STOPPED}),
+    ChildState.STOPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+
+
+class Child:
+    """Keeps one process running until :meth:`stop`."""
+
+    def __init__(
+        self, spec: ChildSpec, *, on_change: Callable[[Child], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.spec = spec
+        self.state = ChildState.STARTING
+        self.restarts = 0
+        self.error = ""
+        self._watchers = [on_change]
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def _become(self, state: ChildState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.spec.name}: {self.state} cannot become {state}")
+        self.state = state
+        for watcher in self._watchers:
+            watcher(self)
+
+    def watch(self, on_change: Callable[[Child], None]) -> None:
+        """Also tell ``on_change`` of every later state, and of the present one now."""
+        self._watchers.append(on_change)
+        on_change(self)
+
+    async def run(self) -> None:
+        """Start, watch and restart until stopped or failed."""
+        while not self._stopping.is_set():
+            code = await self._run_once()
+            if self._stopping.is_set() or code == 0:  # it was told to end, by us or by control
+                break
+            self._deaths.append(self._clock())
+            logger.warning("%s ended with exit code %s", self.spec.name, code)
+            if code == SETUP_ERROR_EXIT or self._dies_too_often():
+                self.error = f"{self.spec.name} ended with exit code {code}: {tail(self.spec.log)}"
+                self._become(ChildState.FAILED)
+                return
+            self._become(ChildState.BACKOFF)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), BACKOFF_S[min(len(self._deaths), MAX_DEATHS) - 1])
+            if not self._stopping.is_set():
+                self.restarts += 1
+                self._become(ChildState.STARTING)
+        if self.state is not ChildState.STOPPED:
+            self._become(ChildState.STOPPED)
+
+    async def _run_once(self) -> int:
+        """The process's whole life; its standard input is the death pipe."""
+        with self.spec.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.spec.environment, "WINGBEAT_DEATH_PIPE": "1"},
+                start_new_session=True,
+            )
+        self._become(ChildState.RUNNING)
+        return await self._process.wait()
+
+    def _dies_too_often(self) -> bool:
+        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after ``STOP_S``."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            logger.warning("%s did not end within %.0f s; killing it", self.spec.name, STOP_S)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def tail(log: Path, *, num_lines: int = 6) -> str:
+    """The last lines of a log; the line of a setup error alone where there is one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"(no log: {error})"
+    errors = [line for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else " | ".join(lines[-num_lines:])
+
+
+async def run_to_end(command: Sequence[str], *, what: str) -> str:
+    """Run a helper process and return its standard output.  Raises SetupError with its last words."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, err = await process.communicate()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    if process.returncode != 0:
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise SetupError(f"{what} failed: {lines[-1] if lines else f'exit code {process.returncode}'}")
+    return out.decode()

@@ -1,0 +1,258 @@
+"""The supervisor behind ``wingbeat serve``: control, engines and trainers as processes of this machine.
+
+It holds no state of the run.  Any child may be killed at any moment: it is started again and finds
+its place (workers through control, control through the ledger).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from wingbeat.core.config import Config, dump_toml
+from wingbeat.core.errors import ConfigError, SetupError
+from wingbeat.core.files import write_atomically
+from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end
+
+logger = logging.getLogger(__name__)
+
+BUILTIN = "builtin:"
+START_S = 120.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) -> Path:
+    """A new run directory ``DIR/NAME-DATE-TIME`` with its sub-folders."""
+    stamp = now().strftime("%Y%m%d-%H%M%S")
+    base = Path(config.run.dir).expanduser().absolute()
+    for suffix in ("", *(f"-{i}" for i in range(1, 100))):
+        run_dir = base / f"{config.run.name}-{stamp}{suffix}"
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SetupError(f"cannot create {run_dir}: {error}; set run.dir to a folder you can write") from error
+        return run_dir
+    raise SetupError(f"too many runs named {config.run.name} started in this second; try again")
+
+
+class Supervisor:
+    """Starts and watches all processes of one server; an async context manager."""
+
+    def __init__(self, config: Config, *, run_dir: Path, config_dir: Path) -> None:
+        """``config_dir`` is what relative paths in the configuration are relative to."""
+        check_exposure(config)
+        self.config = config
+        self.run_dir = run_dir
+        self.url = ""
+        self.children: dict[str, Child] = {}
+        self._config_dir = config_dir
+        self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
+        self._group: asyncio.TaskGroup | None = None
+        self._failed = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        for folder in ("logs", "checkpoints", "export", "models"):
+            (self.run_dir / folder).mkdir(exist_ok=True)
+        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode())
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        try:
+            models = await self.prepare_models()
+            await self._start_control(models)
+            self._start_workers()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
+        """Control first, so that it tells the workers and the ledger closes in peace."""
+        control = self.children.get("control")
+        if control is not None:
+            await control.stop()
+        await asyncio.gather(*(child.stop() for child in self.children.values()))
+        if self._group is not None:
+            await self._group.__aexit__(None, None, None)
+            self._group = None
+        shutil.rmtree(shared_memory_dir(self.run_dir), ignore_errors=True)
+
+    async def wait_failed(self) -> SetupError:
+        """Returns once a child could not be kept running."""
+        await self._failed.wait()
+        return self.failure()
+
+    async def wait_ended(self) -> None:
+        """Returns once control ended by itself (a client asked it to stop)."""
+        await self._ended.wait()
+
+    def failure(self) -> SetupError:
+        errors = [child.error for child in self.children.values() if child.state is ChildState.FAILED]
+        return SetupError(errors[0] if errors else "a process of the server failed")
+
+    # --- models -------------------------------------------------------------------------------
+
+    async def prepare_models(self) -> dict[str, Path]:
+        """The folder of every policy's model, converting or building what needs it."""
+        models: dict[str, Path] = {}
+        for name, policy in self.config.policies.items():
+            models[name] = await self._prepare(policy.model)
+        return models
+
+    async def _prepare(self, source: str) -> Path:
+        if source.startswith(BUILTIN):
+            return await self._build(source.removeprefix(BUILTIN))
+        local = self._config_dir / source
+        if local.exists():
+            source = str(local.absolute())
+        out = await run_to_end(
+            [sys.executable, "-m", "wingbeat.trainer.models", source], what=f"preparing the model {source!r}"
+        )
+        return Path(json.loads(out.splitlines()[-1])["path"])
+
+    async def _build(self, name: str) -> Path:
+        """A small model made in place."""
+        if name != "calculator":
+            raise ConfigError(f"unknown built-in model {name!r}; there is `builtin:calculator`")
+        folder = self.run_dir / "models" / name
+        if not (folder / "config.json").exists():
+            command = [sys.executable, "-m", "wingbeat.environments.calculator.model"]
+            await run_to_end(
+                [*command, "--out", str(folder), "--seed", str(self.config.run.seed)], what="building the model"
+            )
+        return folder
+
+    # --- processes ----------------------------------------------------------------------------
+
+    async def _start_control(self, models: dict[str, Path]) -> None:
+        launch = {
+            "config": self.config.model_dump(mode="json"),
+            "models": {name: str(path) for name, path in models.items()},
+            "run_dir": str(self.run_dir),
+        }
+        address = self.run_dir / "server.json"
+        address.unlink(missing_ok=True)
+        path = self.run_dir / "launch.json"
+        write_atomically(path, json.dumps(launch).encode())
+        self._spawn("control", [sys.executable, "-m", "wingbeat.server", str(path)])
+        await self._until_up(address)
+        self.url = str(json.loads(address.read_text())["url"])
+        # a restarted control must be found where the first one was
+        launch["config"]["server"]["port"] = int(self.url.rpartition(":")[2])
+        write_atomically(path, json.dumps(launch).encode())
+
+    async def _until_up(self, address: Path) -> None:
+        """Wait for control to have written its address, or to have failed."""
+        async with asyncio.timeout(START_S):
+            while not os.path.exists(address):  # noqa: ASYNC240, PTH110 - a stat takes microseconds
+                if self._failed.is_set():
+                    raise self.failure()
+                await asyncio.sleep(0.02)
+
+    def _start_workers(self) -> None:
+        trainable = [name for name, policy in self.config.policies.items() if policy.trainable]
+        busy = self.config.engine.count + len(trainable)
+        share = max(1, (os.cpu_count() or 1) // max(1, busy))
+        for index in range(self.config.engine.count):
+            self._spawn_worker("engine", f"engine-{index}", self.config.engine.threads or share)
+        for name in trainable:
+            threads = self.config.policies[name].trainer.threads or share
+            self._spawn_worker("trainer", f"trainer-{name}", threads, "--policies", name)
+
+    def _spawn_worker(self, role: str, name: str, threads: int, *more: str) -> None:
+        command = [sys.executable, "-m", f"wingbeat.workers.{role}", "--url", self.url, "--worker-id", name]
+        self._spawn(name, [*command, "--threads", str(threads), *more], threads=threads)
+
+    def _spawn(self, name: str, command: list[str], *, threads: int = 1) -> None:
+        assert self._group is not None
+        environment = {
+            "WINGBEAT_WORKER_KEY": self._worker_key,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        spec = ChildSpec(name, command, environment, self.run_dir / "logs" / f"{name}.log")
+        child = self.children[name] = Child(spec, on_change=self._on_change)
+        self._group.create_task(child.run(), name=name)
+
+    def _on_change(self, child: Child) -> None:
+        """Keep ``processes.json`` true, and notice failures and ends."""
+        if child.state is ChildState.FAILED:
+            self._failed.set()
+        if child.state is ChildState.STOPPED and child.spec.name == "control":
+            self._ended.set()
+        pids = {name: c.pid for name, c in self.children.items() if c.pid is not None}
+        write_atomically(self.run_dir / "processes.json", json.dumps(pids).encode())
+
+
+def shared_memory_dir(run_dir: Path) -> Path:
+    """Where the trainers of a run publish weights (see ``weights.publish``)."""
+    from wingbeat.weights.host import run_weights_dir
+
+    return run_weights_dir(run_dir)
+
+
+def check_exposure(config: Config) -> None:
+    """Refuse to listen beyond this machine without a key."""
+    if config.server.host not in LOOPBACK and config.server.admin_key is None:
+        raise ConfigError(
+            f"server.host = {config.server.host!r} is reachable from other machines: set server.admin_key"
+            " (16 characters or more), or bind 127.0.0.1"
+        )
+
+
+def run_server(
+    config: Config, config_dir: Path, *, resume: Path | None = None, on_ready: Callable[[Supervisor], None]
+) -> None:
+    """Serve until SIGINT, SIGTERM or a client's stop.  Raises SetupError if a process cannot be kept up."""
+    asyncio.run(_serve(config, config_dir, resume, on_ready))
+
+
+async def _serve(config: Config, config_dir: Path, resume: Path | None, on_ready: Callable[[Supervisor], None]) -> None:
+    stop = stop_event()
+    run_dir = resume or make_run_dir(config)
+    async with Supervisor(config, run_dir=run_dir, config_dir=config_dir) as supervisor:
+        on_ready(supervisor)
+        waits = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(supervisor.wait_failed()),
+            asyncio.create_task(supervisor.wait_ended()),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        failed = waits[1].done()
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        if failed:
+            raise supervisor.failure()
+
+
+def stop_event() -> asyncio.Event:
+    """Set by the first SIGINT or SIGTERM; the second one ends the process as usual."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle(signum: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, handle, signum)
+    return stop

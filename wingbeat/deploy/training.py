@@ -1,0 +1,182 @@
+"""A whole training run on this machine: server, tasks, agent processes, until the run is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wingbeat.client import AsyncSwarm
+from wingbeat.core.config import Config
+from wingbeat.core.errors import ConfigError, SetupError, WingbeatError
+from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.evaluation import EvaluationResult
+from wingbeat.dataflow.ledger_reader import open_read_only
+from wingbeat.deploy.children import Child, ChildSpec, ChildState
+from wingbeat.deploy.local import Supervisor, make_run_dir, stop_event
+from wingbeat.environments.registry import make_environment
+from wingbeat.environments.tasks_file import load_tasks_file
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a finished (or interrupted) run left."""
+
+    run_dir: Path
+    complete: bool
+    summary: dict[str, Any]
+    """Control's numbers at completion; empty when interrupted."""
+    evaluations: tuple[EvaluationResult, ...]
+    """Done ones, oldest first."""
+    wall_s: float
+
+    def evaluation(self, name: str) -> EvaluationResult | None:
+        """The last evaluation of a name (``before``, ``during``, ``after``)."""
+        return next((e for e in reversed(self.evaluations) if e.spec.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What to run and whom to tell."""
+
+    config: Config
+    config_dir: Path
+    resume: Path | None = None
+    on_ready: Callable[[Supervisor], None] = lambda supervisor: None
+    on_event: OnEvent = lambda record: None
+
+
+def run_plan(plan: TrainingPlan) -> TrainingResult:
+    """Run to the end, or to the first SIGINT.  Raises SetupError where something must be fixed first."""
+    return asyncio.run(_run(plan))
+
+
+async def _run(plan: TrainingPlan) -> TrainingResult:
+    started = time.monotonic()
+    tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
+    agent = agent_path(plan.config, plan.config_dir)
+    stop = stop_event()
+    run_dir = plan.resume or make_run_dir(plan.config)
+    summary: dict[str, Any] = {}
+    async with Supervisor(plan.config, run_dir=run_dir, config_dir=plan.config_dir) as supervisor:
+        plan.on_ready(supervisor)
+        async with AsyncSwarm(supervisor.url, plan.config.server.admin_key) as swarm:
+            for (source, split), members in tasks.items():
+                await swarm.put_tasks(source, members, split=split)
+            async with agents(plan.config, agent, url=supervisor.url, run_dir=run_dir) as clients:
+                summary = await _follow(plan, swarm, supervisor, clients, stop)
+    with open_read_only(run_dir / "ledger.sqlite") as ledger:
+        evaluations = tuple(e for e in ledger.evaluations() if e.done)
+    return TrainingResult(run_dir, bool(summary), summary, evaluations, time.monotonic() - started)
+
+
+async def _follow(
+    plan: TrainingPlan, swarm: AsyncSwarm, supervisor: Supervisor, clients: Sequence[Child], stop: asyncio.Event
+) -> dict[str, Any]:
+    """Wait for completion; pass events on; end early on a signal or when something cannot go on."""
+    done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    watchers = {
+        asyncio.create_task(_events(swarm, plan.on_event, done), name="events"),
+        asyncio.create_task(stop.wait(), name="stop"),
+        asyncio.create_task(supervisor.wait_failed(), name="failed"),
+        asyncio.create_task(_agents_failed(clients), name="agents"),
+    }
+    try:
+        finished, _ = await asyncio.wait({*watchers, done}, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished:
+            result = task.result()
+            if isinstance(result, SetupError):
+                raise result
+        return done.result() if done.done() else {}
+    finally:
+        for task in watchers:
+            task.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _events(swarm: AsyncSwarm, on_event: OnEvent, done: asyncio.Future[dict[str, Any]]) -> None:
+    """Follow the event stream over restarts of control; the status tells of a completion that we missed."""
+    while True:
+        with contextlib.suppress(WingbeatError):
+            async with contextlib.aclosing(swarm.events()) as events:
+                status = await swarm.status()
+                if status.state == "complete" and not done.done():
+                    done.set_result(dict(status.metrics))
+                async for record in events:
+                    on_event(record)
+                    if record["event"] == "complete" and not done.done():
+                        done.set_result({k: v for k, v in record.items() if k not in ("t", "event")})
+        await asyncio.sleep(0.2)
+
+
+async def _agents_failed(clients: Sequence[Child]) -> SetupError:
+    """Returns once an agent process cannot be kept running; never where there are none."""
+    failed = asyncio.Event()
+    for client in clients:
+        client.watch(lambda child: failed.set() if child.state is ChildState.FAILED else None)
+    await failed.wait()
+    return SetupError(next(c.error for c in clients if c.state is ChildState.FAILED))
+
+
+# --- tasks and agents ------------------------------------------------------------------------------
+
+
+def load_tasks(config: Config, config_dir: Path) -> dict[tuple[str, Split], list[Task]]:
+    """The tasks of the configured environment or file, by source and split; {} where clients bring their own."""
+    tasks = config.tasks
+    if tasks.environment is not None:
+        environment = make_environment(tasks.environment, tasks.options)
+        found = {split: list(environment.tasks(split)) for split in Split}
+    elif tasks.file is not None:
+        file = load_tasks_file(config_dir / tasks.file)
+        found = {Split.TRAIN: list(file.train), Split.EVAL: list(file.eval)}
+    else:
+        return {}
+    result: dict[tuple[str, Split], list[Task]] = {}
+    for split, members in found.items():
+        for task in members:
+            result.setdefault((task.source, split), []).append(task)
+    return result
+
+
+def agent_path(config: Config, config_dir: Path) -> Path | None:
+    """The configured agent file.  Raises ConfigError where it does not exist."""
+    if config.agent.path is None:
+        return None
+    name, _, function = config.agent.path.partition(".py:")
+    path = config_dir / (f"{name}.py" if function else config.agent.path)
+    if not path.is_file():
+        raise ConfigError(f"agent.path: no file {path}")
+    return config_dir / config.agent.path
+
+
+@contextlib.asynccontextmanager
+async def agents(config: Config, agent: Path | None, *, url: str, run_dir: Path) -> AsyncIterator[list[Child]]:
+    """The agent's client processes, each ``wingbeat rollout`` as anyone would run it."""
+    children: list[Child] = []
+    async with asyncio.TaskGroup() as group:
+        for index in range(config.agent.processes if agent is not None else 0):
+            command = [sys.executable, "-m", "wingbeat.cli", "rollout", str(agent), "--server", url]
+            environment = {"OMP_NUM_THREADS": "1"}
+            if config.server.admin_key is not None:
+                environment["WINGBEAT_KEY"] = config.server.admin_key
+            spec = ChildSpec(
+                f"agent-{index}",
+                [*command, "--concurrency", str(config.agent.concurrency)],
+                environment,
+                run_dir / "logs" / f"agent-{index}.log",
+            )
+            child = Child(spec, on_change=lambda child: None)
+            children.append(child)
+            group.create_task(child.run(), name=spec.name)
+        try:
+            yield children
+        finally:
+            await asyncio.gather(*(child.stop() for child in children))

@@ -1,0 +1,1 @@
+"""Engines: what samples tokens for a policy.  Each implements ``core.ports.SamplingEngine``."""

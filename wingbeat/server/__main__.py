@@ -1,0 +1,110 @@
+"""``python -m wingbeat.server``: the control process (started by the supervisor).
+
+Reads a :class:`Launch` as JSON from a file, binds, writes ``server.json`` into the run directory
+(the address and process id), and serves until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from pydantic import BaseModel
+
+from wingbeat.core.config import Config
+from wingbeat.core.errors import PortInUse, SetupError
+from wingbeat.core.files import write_atomically
+from wingbeat.server.app import create_app
+from wingbeat.server.control import Control
+from wingbeat.server.keys import RoleKeys
+
+MAX_FRAME_BYTES = 1 << 30
+
+
+class Launch(BaseModel):
+    """What the supervisor tells control."""
+
+    config: Config
+    models: dict[str, Path]
+    run_dir: Path
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.  Raises PortInUse or SetupError with the fix."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno in (98, 48):
+            raise PortInUse(
+                f"port {port} on {host} is in use; stop that process, or pass --server.port=0 for a free one"
+            ) from None
+        raise SetupError(f"cannot listen on {host}:{port}: {error}") from None
+    listener.listen(2048)
+    return listener
+
+
+async def serve(launch: Launch, worker_key: str) -> None:
+    """Run control until a signal."""
+    config = launch.config
+    keys = RoleKeys.of(config.server.admin_key, worker_key)
+    listener = bind(config.server.host, config.server.port)
+    control = Control(config, models=launch.models, run_dir=launch.run_dir, keys=keys)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(control, keys),
+            loop="none",
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=MAX_FRAME_BYTES,
+            ws_per_message_deflate=False,
+            ws_ping_interval=None,
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=3,
+            lifespan="on",
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    where = {"url": f"http://{host}:{port}", "pid": os.getpid()}
+    control.on_stop = lambda: setattr(server, "should_exit", True)
+    write_atomically(launch.run_dir / "server.json", json.dumps(where).encode())
+    await server.serve(sockets=[listener])
+
+
+def main() -> None:
+    """Entry point of the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s control %(levelname)s %(message)s")
+    launch = Launch.model_validate_json(Path(sys.argv[1]).read_bytes())
+    if os.environ.get("WINGBEAT_DEATH_PIPE") == "1":
+        threading.Thread(target=_exit_with_parent, name="death-pipe", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(launch, os.environ["WINGBEAT_WORKER_KEY"]))
+    except SetupError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+
+
+def _exit_with_parent() -> None:
+    """Stop when the supervisor dies: it holds the other end of our standard input."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""Control as a whole: wires the parts, admits workers, runs the background tasks.
+
+TaskGroup
+  ├─ one step loop per trainable policy          (policies.py)
+  ├─ the reaper: lapsed leases, silent episodes   (rollouts.py)
+  └─ the director: evaluation before, during and after training; completion
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from wingbeat.core.config import Config
+from wingbeat.core.events import EventLog
+from wingbeat.core.protocol import EvaluationRequest, PolicyReply, StatusReply
+from wingbeat.core.types import Split
+from wingbeat.core.worker_protocol import (
+    CheckpointSaved,
+    ControlMessage,
+    Exported,
+    Failed,
+    Heartbeat,
+    PolicySpec,
+    Refused,
+    Register,
+    StepDone,
+    Tokens,
+    TrainerReady,
+    WeightsServed,
+    Welcome,
+    WorkerMessage,
+)
+from wingbeat.dataflow.buffer import PolicyBuffer
+from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.dataflow.groups import GroupBook
+from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_views import RunMeta
+from wingbeat.dataflow.staleness import StalenessGate
+from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.episodes import EpisodeRegistry
+from wingbeat.server.evaluations import EvaluationParts, Evaluations
+from wingbeat.server.finishing import Finishing, FinishingParts
+from wingbeat.server.gateway import Gateway
+from wingbeat.server.hub import WorkerHub, WorkerSession
+from wingbeat.server.keys import RoleKeys
+from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.policies import HostContext, PolicyHost, TrainerState
+from wingbeat.server.restore import restore_run
+from wingbeat.server.rollouts import RolloutParts, Rollouts
+from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.server.status import blockers
+from wingbeat.tracking.template import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+ENGINE_WAIT_S = 120.0
+REAP_EVERY_S = 1.0
+
+
+class Control:
+    """Composition root of the control process; an async context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        models: dict[str, Path],
+        run_dir: Path,
+        keys: RoleKeys,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``models`` holds the resolved folder of every policy."""
+        self.config = config
+        self.run_dir = run_dir
+        self.clock = clock
+        self.events = EventLog(run_dir / "events.jsonl")
+        self.metrics = ControlMetrics()
+        self.changed = Changed()
+        self.overlap = OverlapMeter(clock)
+        self.engines = EnginePool(wait_s=ENGINE_WAIT_S, on_activity=self.overlap.generating)
+        meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
+        self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta)
+        self.dealer = TaskDealer(config.run.seed)
+        self.book = GroupBook(
+            max_attempts=config.dataflow.max_attempts,
+            group_floor=config.dataflow.group_floor,
+            group_deadline_s=config.dataflow.group_deadline_s,
+            clock=clock,
+        )
+        self.policies = {name: self._host(name, models[name]) for name in config.policies}
+        self.registry = EpisodeRegistry(keys, clock=clock)
+        self.evaluations = Evaluations(
+            EvaluationParts(self.policies, self.dealer, self.ledger, self.events, self.changed, self.watch)
+        )
+        self.rollouts = Rollouts(
+            RolloutParts(
+                config=config,
+                policies=self.policies,
+                book=self.book,
+                dealer=self.dealer,
+                ledger=self.ledger,
+                registry=self.registry,
+                evaluations=self.evaluations,
+                events=self.events,
+                metrics=self.metrics,
+                changed=self.changed,
+                watch=self.watch,
+                is_complete=lambda: self.complete,
+                blockers=lambda: blockers(self),
+                clock=clock,
+            )
+        )
+        self.finishing = Finishing(
+            FinishingParts(
+                policies=self.policies,
+                book=self.book,
+                ledger=self.ledger,
+                registry=self.registry,
+                evaluations=self.evaluations,
+                engines=self.engines,
+                events=self.events,
+                metrics=self.metrics,
+                changed=self.changed,
+                watch=self.watch,
+                on_closed=self.rollouts.forget_groups,
+            )
+        )
+        self.gateway = Gateway(self.policies, self.engines, self.metrics)
+        self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
+        self.complete = False
+        self.stopping = False
+        self.error: BaseException | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when a client asks the server to stop."""
+        self._metrics_file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tasks: asyncio.Task[None] | None = None
+        self._started = clock()
+
+    def _host(self, name: str, model: Path) -> PolicyHost:
+        config, dataflow = self.config.policies[name], self.config.dataflow
+        template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
+        algorithm_needs_full = config.trainer.algorithm == "dapo"
+        return PolicyHost(
+            PolicySpec(
+                name=name,
+                model=str(model),
+                context_tokens=config.context_tokens,
+                config=config.model_dump(mode="json"),
+            ),
+            template=ChatTemplate.load(model, template=template),
+            buffer=PolicyBuffer(
+                name,
+                groups_per_step=dataflow.groups_per_step,
+                max_staleness=dataflow.max_staleness,
+                drop_zero_variance=dataflow.drop_zero_variance,
+                dynamic_sampling=dataflow.dynamic_sampling or algorithm_needs_full,
+            ),
+            gate=StalenessGate(max_staleness=dataflow.max_staleness, groups_per_step=dataflow.groups_per_step),
+            context=HostContext(
+                ledger=self.ledger,
+                engines=self.engines,
+                events=self.events,
+                overlap=self.overlap,
+                changed=self.changed,
+                watch=self.watch,
+                seed=self.config.run.seed,
+                total_steps=self.config.run.steps,
+                clock=self.clock,
+            ),
+            running_floors=lambda policy: self.book.floors(policy),
+            straggler_wait_s=dataflow.straggler_wait_s,
+        )
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        restore_run(self)
+        self.events.emit("started", run=self.config.run.name, seed=self.config.run.seed)
+        self._tasks = asyncio.create_task(self._background(), name="control")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.stopping = True
+        self.hub.shutdown("control stops")
+        await self.hub.flush(2.0)
+        if self._tasks is not None:
+            self._tasks.cancel()
+            await asyncio.gather(self._tasks, return_exceptions=True)
+        self.events.emit("stopped")
+        self.events.close()
+        self._metrics_file.close()
+        await asyncio.to_thread(self.ledger.close)
+
+    def watch(self, write: Future[Any]) -> None:
+        """A ledger write that nobody waits for: if it fails, the run must not go on as if it had not."""
+
+        def check(done: Future[Any]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                self._loop.call_soon_threadsafe(self._ledger_failed, error)
+
+        write.add_done_callback(check)
+
+    def _ledger_failed(self, error: BaseException) -> None:
+        logger.error("a ledger write failed", exc_info=error)
+        self.error = self.error or error
+        self.changed.notify()
+
+    def request_stop(self) -> None:
+        """Stop the server (the supervisor sees a clean exit and does not restart it)."""
+        self.stopping = True
+        self.changed.notify()
+        self.on_stop()
+
+    async def _background(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for host in self.policies.values():
+                    if host.config.trainable:
+                        group.create_task(host.run(self._after_step), name=f"train-{host.name}")
+                group.create_task(self._reap(), name="reap")
+                group.create_task(self._direct(), name="direct")
+        except* Exception as errors:
+            self.error = errors.exceptions[0]
+            logger.exception("a background task of control failed")
+            self.events.emit("control_failed", error=repr(self.error))
+            self.changed.notify()
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            self.rollouts.reap()
+            self.finishing.settle()
+
+    async def _direct(self) -> None:
+        """Evaluate before and after as configured; then the run is complete."""
+        trainable = [h for h in self.policies.values() if h.config.trainable]
+        if not trainable or (self.config.run.steps == 0 and not self.config.eval.at_start):
+            return  # a server for others to use: it never completes by itself
+        if self.config.eval.at_start and all(h.version == 0 for h in trainable):
+            await self._until(self._can_evaluate)
+            for host in trainable:
+                self._evaluate(host, "before")
+        await self._until(lambda: all(h.complete for h in trainable) and not self.evaluations.running)
+        if self.config.eval.at_end and self.config.run.steps and self.dealer.num_tasks(Split.EVAL):
+            for host in trainable:
+                if host.manifest is not None and not host.halted:
+                    self._evaluate(host, "after")
+            await self._until(lambda: not self.evaluations.running)
+        await self._export(trainable)
+        self.complete = True
+        self.events.emit("complete", **self.summary())
+        self.changed.notify()
+
+    def _can_evaluate(self) -> bool:
+        return self.dealer.num_tasks(Split.EVAL) > 0 and all(h.manifest is not None for h in self.policies.values())
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.changed.wait()
+
+    def _evaluate(self, host: PolicyHost, name: str) -> None:
+        config = self.config.eval
+        self.evaluations.start(
+            EvaluationRequest(
+                policy=host.name, name=name, samples_per_task=config.samples_per_task, max_tasks=config.max_tasks
+            )
+        )
+
+    async def _export(self, hosts: list[PolicyHost]) -> None:
+        for host in hosts:
+            if host.halted or not self.config.run.steps:
+                continue
+            await self._until(lambda host=host: host.state is TrainerState.READY)
+            try:
+                done = await host.export(self.run_dir / "export" / host.name)
+                self.events.emit("exported", policy=host.name, path=done.path)
+            except (RuntimeError, ConnectionError) as error:
+                self.events.emit("export_failed", policy=host.name, error=str(error))
+
+    async def _after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
+        """Record a step everywhere people look."""
+        rewards = self.finishing.rewards_seen.pop(host.name, [])
+        values = {
+            **metrics,
+            **({"rollout/reward_mean": sum(rewards) / len(rewards)} if rewards else {}),
+            "rollout/episodes": float(len(rewards)),
+            "staleness/bound": float(self.config.dataflow.max_staleness),
+            "perf/sampled_tokens": float(self.engines.generated_tokens),
+            "perf/overlap_frac": self.overlap.fraction,
+            "time/elapsed_s": self.clock() - self._started,
+            **{f"discarded/{reason}": float(c.num_episodes) for reason, c in host.buffer.discards.items()},
+        }
+        self.metrics.step(host.name, host.version, values)
+        line = {"policy": host.name, "step": host.version, **values}
+        self._metrics_file.write(json.dumps(line) + "\n")
+        self._metrics_file.flush()
+        self.events.emit("step", **line)
+        every = self.config.eval.every
+        if every and host.version % every == 0 and host.version < self.config.run.steps:
+            self._evaluate(host, "during")
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def _admit_worker(
+        self, register: Register, send: Callable[[ControlMessage], None]
+    ) -> tuple[Welcome | Refused, WorkerSession | None]:
+        if self.stopping:
+            return Refused("the server is stopping"), None
+        if register.role == "engine":
+            specs = tuple(h.spec for h in self.policies.values())
+            return self._welcome(register, specs), EngineSession(self, register, send)
+        if len(register.policies) != 1 or register.policies[0] not in self.policies:
+            return Refused(f"a trainer hosts one of {', '.join(self.policies)}, got {register.policies}"), None
+        host = self.policies[register.policies[0]]
+        if host.has_trainer or not host.config.trainable:
+            return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
+        return self._welcome(register, (host.spec,)), TrainerSession(host, send)
+
+    def _welcome(self, register: Register, specs: tuple[PolicySpec, ...]) -> Welcome:
+        return Welcome(
+            worker_id=register.worker_id,
+            heartbeat_s=self.config.server.heartbeat_s,
+            policies=specs,
+            run_dir=str(self.run_dir),
+            seed=self.config.run.seed,
+            engine=self.config.engine.model_dump(mode="json"),
+            total_steps=self.config.run.steps,
+        )
+
+    # --- status -------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers (for the demo, tables and tests)."""
+        hosts = [h for h in self.policies.values() if h.config.trainable]
+        stale = sum(c.num_episodes for h in hosts for r, c in h.buffer.discards.items() if r != "zero_variance")
+        finished = self.finishing.num_finished_train
+        return {
+            "train_steps": max((h.version for h in hosts), default=0),
+            "episodes": finished,
+            "sampled_tokens": self.engines.generated_tokens,
+            "staleness_max": max((h.staleness_max for h in hosts), default=0),
+            "overlap_frac": round(self.overlap.fraction, 4),
+            "discard_rate": round(stale / finished, 6) if finished else 0.0,
+            "train_s": round(self.overlap.train_s, 3),
+        }
+
+    def status(self) -> StatusReply:
+        """For ``GET /api/status``."""
+        counts = self.book.counts(Split.TRAIN)
+        state = "complete" if self.complete else "stopping" if self.stopping else "running"
+        if state == "running" and any(h.manifest is None for h in self.policies.values()):
+            state = "starting"
+        elif state == "running" and self.evaluations.running:
+            state = "evaluating"
+        return StatusReply(
+            state=state,
+            blockers=blockers(self),
+            policies=[policy_reply(self, h) for h in self.policies.values()],
+            open_episodes=len(self.registry.open_episodes()),
+            groups_in_flight=counts.num_groups,
+            groups_buffered=sum(len(h.buffer) for h in self.policies.values()),
+            train_steps=max((h.version for h in self.policies.values()), default=0),
+            total_steps=self.config.run.steps,
+            metrics={k: float(v) for k, v in self.summary().items()},
+        )
+
+
+def policy_reply(control: Control, host: PolicyHost) -> PolicyReply:
+    """One policy for the API, with the proof of what is served."""
+    served = control.engines.lowest_served(host.name)
+    return PolicyReply(
+        name=host.name,
+        model=host.config.model,
+        version=host.version,
+        context_tokens=host.spec.context_tokens,
+        trainer=host.state,
+        engines=sum(host.name in link.served for link in control.engines.links),
+        served_version=served[0] if served else None,
+        served_checksum=served[1] if served else None,
+        published_checksum=host.manifest.checksum if host.manifest else None,
+    )
+
+
+class EngineSession:
+    """An engine's connection: feeds what it says to the pool."""
+
+    def __init__(self, control: Control, register: Register, send: Callable[[ControlMessage], None]) -> None:
+        self._control = control
+        self._link = EngineLink(register.worker_id, register.host_id, send)
+        control.events.emit("engine_joined", worker_id=register.worker_id, pid=register.pid)
+        control.engines.join(self._link)
+        control.changed.notify()
+
+    def receive(self, message: WorkerMessage) -> None:
+        match message:
+            case Tokens(chunks=chunks):
+                self._control.engines.receive(self._link, chunks)
+            case WeightsServed():
+                self._control.engines.served(self._link, message)
+                for host in self._control.policies.values():
+                    host.release_unused()
+                self._control.changed.notify()
+            case Heartbeat(stats=stats, busy_s=busy_s):
+                self._link.stats = stats
+                self._link.busy_s += busy_s
+            case Failed(policy=policy, command=command, error=error):
+                self._control.events.emit("engine_failed", policy=policy, command=command, error=error)
+                self._link.failure = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
+                self._control.changed.notify()
+            case _:
+                logger.error("engine %s sent %s, which engines do not send", self._link.worker_id, message)
+
+    def closed(self) -> None:
+        self._control.events.emit("engine_left", worker_id=self._link.worker_id)
+        self._control.engines.leave(self._link)
+        self._control.changed.notify()
+
+
+class TrainerSession:
+    """A trainer's connection: feeds what it says to its policy."""
+
+    def __init__(self, host: PolicyHost, send: Callable[[ControlMessage], None]) -> None:
+        self._host = host
+        host.trainer_joined(send)
+
+    def receive(self, message: WorkerMessage) -> None:
+        match message:
+            case TrainerReady():
+                self._host.trainer_ready(message)
+            case StepDone():
+                self._host.step_done(message)
+            case CheckpointSaved():
+                self._host.checkpoint_saved(message)
+            case Exported():
+                self._host.exported(message)
+            case Failed():
+                self._host.failed(message)
+            case Heartbeat():
+                return
+            case _:
+                logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
+
+    def closed(self) -> None:
+        self._host.trainer_left()

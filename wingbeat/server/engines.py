@@ -1,0 +1,286 @@
+"""The engines that are connected, what each serves, and the requests in flight on them.
+
+A request never dies with its engine: it waits for another (or the restarted one) and continues from
+the tokens that were already delivered.  Requests of one episode prefer the engine that holds their KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wingbeat.core.errors import NoEngine, UnavailableError
+from wingbeat.core.samples import INT_DTYPE
+from wingbeat.core.types import FinishReason, SamplingParams
+from wingbeat.core.worker_protocol import (
+    Abort,
+    ControlMessage,
+    Generate,
+    Manifest,
+    PinVersion,
+    TokenChunk,
+    UnpinVersion,
+    UpdateWeights,
+    WeightsServed,
+)
+
+
+@dataclass(slots=True, eq=False)
+class EngineLink:
+    """One connected engine."""
+
+    worker_id: str
+    host_id: str
+    send: Callable[[ControlMessage], None]
+    served: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Per policy: live version and checksum, as acknowledged."""
+    pinned: set[tuple[str, int]] = field(default_factory=set)
+    flights: dict[str, Flight] = field(default_factory=dict)
+    stats: dict[str, dict[str, float]] = field(default_factory=dict)
+    busy_s: float = 0.0
+    failure: str = ""
+    """The last command it could not carry out, for the status."""
+
+    def serves(self, policy: str, version: int | None) -> bool:
+        return policy in self.served if version is None else (policy, version) in self.pinned
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One generation; ``chunks`` wakes its reader."""
+
+    request_id: str
+    policy: str
+    version: int | None
+    prompt_ids: np.ndarray[tuple[int], np.dtype[np.int32]]
+    sampling: SamplingParams
+    cache_key: str
+    stream: bool
+    chunks: asyncio.Queue[TokenChunk] = field(default_factory=asyncio.Queue)
+    delivered: list[int] = field(default_factory=list)
+    """Tokens received so far: where another engine would continue."""
+
+
+class EnginePool:
+    """Routes generations.  All methods run on control's event loop."""
+
+    def __init__(self, *, wait_s: float, on_activity: Callable[[int], None]) -> None:
+        self._wait_s = wait_s
+        self._on_activity = on_activity
+        """Told the number of requests in flight whenever it changes (overlap meter)."""
+        self._links: list[EngineLink] = []
+        self._waiting: deque[Flight] = deque()
+        self._live: dict[str, Manifest] = {}
+        self._pins: dict[tuple[str, int], Manifest] = {}
+        self._sticky: dict[str, EngineLink] = {}
+        self._ids = itertools.count()
+        self._num_flights = 0
+        self.generated_tokens = 0
+        self.requeued = 0
+
+    # --- membership and weights -------------------------------------------------------------
+
+    def join(self, link: EngineLink) -> None:
+        """A new engine: tell it everything it should serve."""
+        self._links.append(link)
+        for manifest in self._live.values():
+            link.send(UpdateWeights(manifest=manifest))
+        for manifest in self._pins.values():
+            link.send(PinVersion(manifest=manifest))
+
+    def leave(self, link: EngineLink) -> None:
+        """An engine is gone: its requests wait for another, continuing from what was delivered."""
+        if link not in self._links:
+            return
+        self._links.remove(link)
+        self._sticky = {key: other for key, other in self._sticky.items() if other is not link}
+        self.requeued += len(link.flights)
+        self._waiting.extendleft(reversed(link.flights.values()))
+        link.flights.clear()
+        self._dispatch()
+
+    def served(self, link: EngineLink, message: WeightsServed) -> None:
+        """An engine acknowledged what it now serves."""
+        if message.pinned:
+            link.pinned.add((message.policy, message.version))
+        else:
+            link.served[message.policy] = (message.version, message.checksum)
+        self._dispatch()
+
+    def publish(self, manifest: Manifest) -> None:
+        """Have every engine serve this version live."""
+        self._live[manifest.policy] = manifest
+        for link in self._links:
+            link.send(UpdateWeights(manifest=manifest))
+
+    def pin(self, manifest: Manifest) -> None:
+        """Have every engine also keep this version until :meth:`unpin`."""
+        self._pins[(manifest.policy, manifest.version)] = manifest
+        for link in self._links:
+            link.send(PinVersion(manifest=manifest))
+
+    def unpin(self, policy: str, version: int) -> None:
+        self._pins.pop((policy, version), None)
+        for link in self._links:
+            link.pinned.discard((policy, version))
+            link.send(UnpinVersion(policy=policy, version=version))
+
+    def holds(self, policy: str, version: int) -> bool:
+        """Whether an engine may still need the file of this version."""
+        live = self._live.get(policy)
+        return (
+            (policy, version) in self._pins
+            or (live is not None and live.version == version)
+            or any(link.served.get(policy, (-1, ""))[0] < version for link in self._links)
+        )
+
+    def has_served(self, policy: str, version: int) -> bool:
+        """True once every connected engine serves this live version or a newer one."""
+        return all(link.served.get(policy, (-1, ""))[0] >= version for link in self._links)
+
+    @property
+    def links(self) -> Sequence[EngineLink]:
+        return tuple(self._links)
+
+    @property
+    def in_flight(self) -> int:
+        return self._num_flights
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def lowest_served(self, policy: str) -> tuple[int, str] | None:
+        """The oldest live version (with its checksum) among the engines."""
+        return min((link.served[policy] for link in self._links if policy in link.served), default=None)
+
+    # --- generation -------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        policy: str,
+        *,
+        prompt_ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+        sampling: SamplingParams,
+        cache_key: str,
+        version: int | None = None,
+        stream: bool = False,
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Chunks as they come; the last carries ``finish``.  Closing the iterator aborts.
+
+        Raises NoEngine if none can serve within the configured wait, UnavailableError if the engine
+        reports an error for this request.
+        """
+        flight = Flight(
+            request_id=f"r{next(self._ids)}",
+            policy=policy,
+            version=version,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            cache_key=cache_key,
+            stream=stream,
+        )
+        self._count(+1)
+        self._waiting.append(flight)
+        self._dispatch()
+        finished = False
+        try:
+            while not finished:
+                chunk = await self._next(flight)
+                if chunk.finish is FinishReason.ERROR:
+                    finished = True
+                    raise UnavailableError(f"the engine could not serve this request: {chunk.error}")
+                finished = chunk.finish is not None
+                yield chunk
+        finally:
+            self._count(-1)
+            if not finished:
+                self._abandon(flight)
+
+    async def _next(self, flight: Flight) -> TokenChunk:
+        """The next chunk; waits without limit while an engine works on it."""
+        while True:
+            try:
+                return await asyncio.wait_for(flight.chunks.get(), self._wait_s)
+            except TimeoutError:
+                if flight in self._waiting:
+                    raise NoEngine(
+                        f"no engine serves policy {flight.policy!r}"
+                        + (f" version {flight.version}" if flight.version is not None else "")
+                        + f" after {self._wait_s:.0f} s; see `blockers` in /api/status"
+                    ) from None
+
+    def receive(self, link: EngineLink, chunks: Sequence[TokenChunk]) -> None:
+        """Tokens from an engine."""
+        for chunk in chunks:
+            flight = link.flights.get(chunk.request_id)
+            if flight is None:
+                continue  # aborted here while they travelled
+            self.generated_tokens += len(chunk.token_ids)
+            flight.delivered.extend(chunk.token_ids)
+            if chunk.finish is not None:
+                del link.flights[chunk.request_id]
+            flight.chunks.put_nowait(chunk)
+
+    def forget(self, cache_key: str) -> None:
+        """The episode is over: no more turns to keep on one engine."""
+        self._sticky.pop(cache_key, None)
+
+    def _dispatch(self) -> None:
+        """Hand every waiting flight to an engine that can serve it."""
+        for _ in range(len(self._waiting)):
+            flight = self._waiting.popleft()
+            link = self._choose(flight)
+            if link is None:
+                self._waiting.append(flight)
+            else:
+                self._send(link, flight)
+
+    def _choose(self, flight: Flight) -> EngineLink | None:
+        sticky = self._sticky.get(flight.cache_key)
+        if sticky is not None and sticky.serves(flight.policy, flight.version):
+            return sticky
+        able = [link for link in self._links if link.serves(flight.policy, flight.version)]
+        link = min(able, key=lambda candidate: len(candidate.flights), default=None)
+        if link is not None:
+            self._sticky[flight.cache_key] = link
+        return link
+
+    def _send(self, link: EngineLink, flight: Flight) -> None:
+        link.flights[flight.request_id] = flight
+        prompt = flight.prompt_ids
+        if flight.delivered:
+            prompt = np.concatenate([prompt, np.asarray(flight.delivered, INT_DTYPE)])
+        s = flight.sampling
+        link.send(
+            Generate(
+                request_id=flight.request_id,
+                policy=flight.policy,
+                prompt_ids=np.asarray(prompt, INT_DTYPE).tobytes(),
+                max_tokens=s.max_tokens - len(flight.delivered),
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                seed=s.seed,
+                stop_token_ids=s.stop_token_ids,
+                cache_key=flight.cache_key,
+                version=flight.version,
+                stream=flight.stream,
+            )
+        )
+
+    def _abandon(self, flight: Flight) -> None:
+        if flight in self._waiting:
+            self._waiting.remove(flight)
+        for link in self._links:
+            if link.flights.pop(flight.request_id, None) is not None:
+                link.send(Abort(request_id=flight.request_id))
+
+    def _count(self, change: int) -> None:
+        self._num_flights += change
+        self._on_activity(self._num_flights)

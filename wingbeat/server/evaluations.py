@@ -1,0 +1,150 @@
+"""Evaluations in progress: a pinned version, its groups, its result in ledger, events and metrics."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from wingbeat.core.errors import NotFoundError, RequestError, VersionGone
+from wingbeat.core.events import EventLog
+from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
+from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.dataflow.evaluation import Evaluation, EvaluationResult, EvaluationSpec
+from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.records import ClosedGroup, GroupSpec
+from wingbeat.server.policies import PolicyHost
+from wingbeat.server.signals import Changed
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationParts:
+    """What evaluations need."""
+
+    policies: dict[str, PolicyHost]
+    dealer: TaskDealer
+    ledger: Ledger
+    events: EventLog
+    changed: Changed
+    watch: Callable[[Future[Any]], None]
+
+
+class Evaluations:
+    """All evaluations of this control, running and done."""
+
+    def __init__(self, parts: EvaluationParts) -> None:
+        self._parts = parts
+        self._all: dict[str, Evaluation] = {}
+        self._pins: dict[str, list[tuple[PolicyHost, int]]] = {}
+        self._ids = itertools.count()
+
+    @property
+    def running(self) -> list[Evaluation]:
+        return [e for e in self._all.values() if not e.done]
+
+    def start(self, request: EvaluationRequest) -> str:
+        """Pin the version and queue one group per task; returns the evaluation's id.
+
+        Every other trainable policy of the team is pinned at its live version, too, so that the
+        score belongs to one state of all.  Raises RequestError, NotFoundError or VersionGone.
+        """
+        host = self._host(request.policy)
+        version = host.version if request.version is None else request.version
+        if host.manifest_of(version) is None:
+            raise VersionGone(
+                f"version {version} of policy {host.name!r} is no longer held; the live one is {host.version}"
+            )
+        tasks = self._parts.dealer.eval_tasks(request.source)[: request.max_tasks]
+        team = [(h, h.version) for h in self._parts.policies.values() if h is not host]
+        evaluation_id = f"{request.name}-{next(self._ids)}-{host.name}-{version}"
+        spec = EvaluationSpec(
+            id=evaluation_id,
+            policy=host.name,
+            version=version,
+            name=request.name,
+            samples_per_task=request.samples_per_task,
+            team=tuple(f"{h.name}@{v}" for h, v in team),
+        )
+        self._all[evaluation_id] = Evaluation(spec, tasks)
+        self._pins[evaluation_id] = [(host, version), *team]
+        for pinned, at in self._pins[evaluation_id]:
+            pinned.pin(at)
+        self._parts.events.emit("evaluation_started", id=evaluation_id, policy=host.name, version=version)
+        self._parts.changed.notify()
+        return evaluation_id
+
+    def _host(self, name: str | None) -> PolicyHost:
+        if name is None:
+            trainable = [h for h in self._parts.policies.values() if h.config.trainable]
+            if len(trainable) != 1:
+                raise RequestError(
+                    f"expected `policy`, one of {', '.join(self._parts.policies)}, since there is not exactly one",
+                    param="policy",
+                )
+            return trainable[0]
+        host = self._parts.policies.get(name)
+        if host is None:
+            raise RequestError(f"no policy {name!r}; this server has {', '.join(self._parts.policies)}", param="policy")
+        return host
+
+    def next_group(self) -> GroupSpec | None:
+        """The next task of the oldest evaluation that has one left."""
+        for evaluation in self.running:
+            group = evaluation.next_group()
+            if group is not None:
+                return group
+        return None
+
+    def collect(self, group: ClosedGroup) -> None:
+        """A group of an evaluation closed; with the last one its result is recorded."""
+        evaluation_id = group.spec.evaluation_id
+        evaluation = self._all.get(evaluation_id) if evaluation_id is not None else None
+        if evaluation is None:
+            return  # an eval episode that a client began by itself
+        evaluation.collect(group)
+        if evaluation.done:
+            self._finish(evaluation)
+
+    def _finish(self, evaluation: Evaluation) -> None:
+        for host, version in self._pins.pop(evaluation.spec.id):
+            host.unpin(version)
+        result = evaluation.result()
+        self._parts.watch(self._parts.ledger.record_evaluation(result))
+        self._parts.events.emit(
+            "evaluation_done",
+            id=evaluation.spec.id,
+            name=evaluation.spec.name,
+            policy=evaluation.spec.policy,
+            version=evaluation.spec.version,
+            mean=result.mean,
+            stderr=result.stderr,
+            num_finished=result.num_finished,
+            num_missing=result.num_missing,
+        )
+        self._parts.changed.notify()
+
+    def reply(self, evaluation_id: str) -> EvaluationReply:
+        """Where an evaluation stands.  Raises NotFoundError."""
+        evaluation = self._all.get(evaluation_id)
+        if evaluation is None:
+            raise NotFoundError(f"no evaluation {evaluation_id!r} on this server")
+        return _reply(evaluation.result())
+
+    def result(self, evaluation_id: str) -> EvaluationResult:
+        return self._all[evaluation_id].result()
+
+
+def _reply(result: EvaluationResult) -> EvaluationReply:
+    return EvaluationReply(
+        evaluation_id=result.spec.id,
+        policy=result.spec.policy,
+        version=result.spec.version,
+        state="done" if result.done else "running",
+        num_expected=result.num_expected,
+        num_finished=result.num_finished,
+        mean_reward=result.mean,
+        stderr=result.stderr,
+        rewards={task: list(rewards) for task, rewards in result.rewards.items()},
+    )

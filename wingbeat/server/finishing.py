@@ -1,0 +1,243 @@
+"""How episodes end: durable first, acknowledged after, then on to groups, buffers and evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from wingbeat.core.errors import EpisodeClosed, IdempotencyConflict
+from wingbeat.core.events import EventLog
+from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
+from wingbeat.core.samples import EpisodeSamples
+from wingbeat.core.types import Outcome, Split
+from wingbeat.dataflow.groups import GroupBook, ReleaseReason
+from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, finish_digest
+from wingbeat.server.engines import EnginePool
+from wingbeat.server.episodes import EpisodeRegistry, EpisodeState, OpenEpisode
+from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.policies import PolicyHost
+from wingbeat.server.rewards import Credit, assign_rewards
+from wingbeat.server.signals import Changed
+from wingbeat.tracking.serialize import dump_graph
+from wingbeat.tracking.timelines import build_samples
+
+
+@dataclass(frozen=True, slots=True)
+class FinishingParts:
+    """What ending an episode needs."""
+
+    policies: dict[str, PolicyHost]
+    book: GroupBook
+    ledger: Ledger
+    registry: EpisodeRegistry
+    evaluations: Evaluations
+    engines: EnginePool
+    events: EventLog
+    metrics: ControlMetrics
+    changed: Changed
+    watch: Callable[[Future[Any]], None]
+    on_closed: Callable[[set[str]], None]
+    """Told the ids of groups that closed."""
+
+
+class Finishing:
+    """Runs on control's event loop."""
+
+    def __init__(self, parts: FinishingParts) -> None:
+        self._parts = parts
+        self.rewards_seen: dict[str, list[float]] = {}
+        """Per policy: training rewards since the last step (progress metrics)."""
+        self.num_finished_train = 0
+        """Training episodes that counted, since this process began."""
+
+    async def finish(self, episode: OpenEpisode, request: FinishRequest) -> FinishReply:
+        """Count an attempt.  The same body again gets the same answer.
+
+        Raises InvalidReward (nothing changes), EpisodeClosed or ConflictError.
+        """
+        digest = finish_digest(request)
+        if episode.state in (EpisodeState.CLOSING, EpisodeState.FINISHED):
+            return await self._repeat(episode, digest)
+        if episode.state not in (EpisodeState.OPEN, EpisodeState.LOST):
+            if episode.state is EpisodeState.SUPERSEDED:
+                self._parts.metrics.late_finishes.inc()
+            raise EpisodeClosed(
+                f"episode {episode.episode_id} attempt {episode.attempt} is {episode.state}; its finish cannot count"
+            )
+        _cancel_calls(episode)
+        record = self._record(episode, request, digest)
+        before = episode.state
+        episode.become(EpisodeState.CLOSING)
+        episode.finish_digest = digest
+        try:
+            await asyncio.wrap_future(self._parts.ledger.record_finish(record))
+            self._parts.book.finish(episode.episode_id, episode.attempt, record)
+        except BaseException:
+            episode.state = before
+            raise
+        reply = FinishReply(
+            episode_id=episode.episode_id,
+            attempt=episode.attempt,
+            state=EpisodeState.FINISHED,
+            num_turns=record.num_turns,
+            num_sampled_tokens=episode.num_sampled,
+        )
+        episode.finish_reply = reply
+        self._ended(episode, EpisodeState.FINISHED, request.outcome)
+        if episode.split is Split.TRAIN and request.outcome is Outcome.AGENT:
+            self.num_finished_train += 1
+            for policy in episode.policies:
+                if policy in record.rewards:
+                    self.rewards_seen.setdefault(policy, []).append(record.rewards[policy])
+        return reply
+
+    async def _repeat(self, episode: OpenEpisode, digest: str) -> FinishReply:
+        if digest != episode.finish_digest:
+            raise IdempotencyConflict(
+                f"episode {episode.episode_id} attempt {episode.attempt} finished with another body; the first counts"
+            )
+        while episode.finish_reply is None:
+            await self._parts.changed.wait(1.0)
+            if episode.state not in (EpisodeState.CLOSING, EpisodeState.FINISHED):
+                raise EpisodeClosed(f"episode {episode.episode_id}: the first finish failed; send it again")
+        return episode.finish_reply
+
+    def abort(self, episode: OpenEpisode, request: AbortRequest) -> None:
+        """End an attempt that must not count; its slot reopens.  Repeats are harmless."""
+        if episode.state is EpisodeState.ABORTED:
+            return
+        _cancel_calls(episode)
+        was_open = episode.state is EpisodeState.OPEN
+        episode.become(EpisodeState.ABORTED)
+        if was_open:
+            self._parts.book.release(episode.episode_id, episode.attempt, ReleaseReason.ABORTED)
+        self._parts.events.emit(
+            "episode_aborted",
+            episode_id=episode.episode_id,
+            attempt=episode.attempt,
+            outcome=request.outcome,
+            message=request.message[-2000:],
+        )
+        self._parts.watch(
+            self._parts.ledger.record_end(
+                episode.episode_id,
+                episode.attempt,
+                state=AttemptState.ABORTED,
+                outcome=request.outcome,
+                message=request.message,
+            )
+        )
+        episode.outcome = request.outcome
+        self._parts.registry.remember(episode)
+        self._after(episode, request.outcome)
+
+    def _ended(self, episode: OpenEpisode, state: EpisodeState, outcome: Outcome) -> None:
+        episode.outcome = outcome
+        self._parts.registry.end(episode, state)
+        self._after(episode, outcome)
+
+    def _after(self, episode: OpenEpisode, outcome: Outcome) -> None:
+        self._parts.engines.forget(episode.episode_id)
+        self._parts.metrics.episodes.labels(episode.split, outcome).inc()
+        self.settle()
+
+    # --- groups -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Move closed groups on: to the buffers, or to their evaluation."""
+        closed = self._parts.book.closed()
+        for group in closed:
+            self._cut_off(group)
+            if group.spec.split is Split.EVAL:
+                self._parts.watch(self._parts.ledger.close_group(group.spec.id))
+                self._parts.evaluations.collect(group)
+                continue
+            for host in self._parts.policies.values():
+                ready = group.ready(host.name) if host.config.trainable else None
+                if ready is not None:
+                    host.add_group(ready)
+            self._parts.watch(self._parts.ledger.close_group(group.spec.id, reason=group.drop_reason))
+            if group.drop_reason is not None:
+                self._parts.events.emit("group_dropped", group_id=group.spec.id, reason=group.drop_reason)
+        if closed:
+            self._parts.on_closed({group.spec.id for group in closed})
+        self._parts.changed.notify()
+
+    def _cut_off(self, group: ClosedGroup) -> None:
+        """Members still running when their group closed at its deadline: their episodes end."""
+        for member in group.cut_off:
+            episode = self._parts.registry.current(member.episode_id)
+            if episode is not None and episode.state is EpisodeState.OPEN:
+                _cancel_calls(episode)
+                episode.become(EpisodeState.ABORTED)
+                episode.outcome = Outcome.TIMEOUT
+                self._parts.registry.remember(episode)
+                self._parts.metrics.episodes.labels(episode.split, Outcome.TIMEOUT).inc()
+
+    # --- records ------------------------------------------------------------------------------
+
+    def _record(self, episode: OpenEpisode, request: FinishRequest, digest: str) -> EpisodeRecord:
+        """Everything about the attempt that must be durable."""
+        turns = episode.graph.turns
+        credit = Credit(
+            agents={(t.policy, t.agent) for t in turns},
+            turns={t.turn_id: (t.policy, t.agent) for t in turns},
+            policies=episode.policies,
+        )
+        is_agent = request.outcome is Outcome.AGENT
+        trainable = [p for p in episode.policies if self._parts.policies[p].config.trainable]
+        assigned = assign_rewards(request.rewards, credit, required=trainable if is_agent else ())
+        rewards = {f"{policy}:{agent}" if agent else policy: reward for (policy, agent), reward in assigned.items()}
+        for policy in episode.policies:
+            own = [r for (p, _), r in assigned.items() if p == policy]
+            if isinstance(request.rewards, float | int):
+                rewards.setdefault(policy, float(request.rewards))
+            elif policy in request.rewards.policies:
+                rewards.setdefault(policy, request.rewards.policies[policy])
+            elif own:
+                rewards.setdefault(policy, sum(own) / len(own))
+        samples: list[EpisodeSamples] = []
+        if is_agent and episode.split is Split.TRAIN:
+            for policy in trainable:
+                for agent, parts in build_samples(episode.graph, policy=policy, episode_id=episode.episode_id).items():
+                    samples.append(
+                        EpisodeSamples(
+                            episode_id=episode.episode_id,
+                            attempt=episode.attempt,
+                            group_id=episode.group.id,
+                            policy=policy,
+                            agent=agent,
+                            reward=assigned[(policy, agent)],
+                            samples=parts,
+                            truncated=(policy, agent) in episode.truncated,
+                        )
+                    )
+        return EpisodeRecord(
+            episode_id=episode.episode_id,
+            attempt=episode.attempt,
+            group_id=episode.group.id,
+            outcome=request.outcome,
+            finish_digest=digest,
+            rewards=rewards,
+            metrics=dict(request.metrics),
+            samples=tuple(samples),
+            graph=dump_graph(episode.graph),
+            label=episode.label,
+            message=request.message,
+            num_turns=len(turns),
+            created_s=episode.began_s,
+            finished_s=time.time(),
+        )
+
+
+def _cancel_calls(episode: OpenEpisode) -> None:
+    """The episode is over for its running model calls: their callers get 409."""
+    for task in tuple(episode.calls):
+        task.cancel()

@@ -1,0 +1,54 @@
+"""Who is calling: admin, worker or one episode.  Keys are random, kept as hashes, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wingbeat.core.errors import AuthenticationError
+
+EPISODE_PREFIX = "wb-ep-"
+
+
+def digest(key: str) -> str:
+    """What is stored and compared instead of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_episode_key() -> str:
+    """An opaque key of 192 random bits."""
+    return EPISODE_PREFIX + secrets.token_urlsafe(24)
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    """The key of a request (``Authorization: Bearer`` or ``x-api-key``), or "" without one."""
+    value = headers.get("authorization", "")
+    if value[:7].lower() == "bearer ":
+        return value[7:].strip()
+    return headers.get("x-api-key", "").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleKeys:
+    """The two fixed roles.  ``admin`` None (loopback only) lets every local caller administrate."""
+
+    admin: str | None
+    worker: str
+
+    @classmethod
+    def of(cls, admin_key: str | None, worker_key: str) -> RoleKeys:
+        return cls(digest(admin_key) if admin_key is not None else None, digest(worker_key))
+
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        return self.admin is None or hmac.compare_digest(digest(bearer(headers)), self.admin)
+
+    def require_admin(self, headers: Mapping[str, str]) -> None:
+        """Raises AuthenticationError unless the caller is an admin."""
+        if not self.is_admin(headers):
+            raise AuthenticationError("this call needs the server's admin key as `Authorization: Bearer KEY`")
+
+    def is_worker(self, headers: Mapping[str, str]) -> bool:
+        return hmac.compare_digest(digest(bearer(headers)), self.worker)

@@ -1,0 +1,54 @@
+"""Prometheus metrics of control, in a registry of their own (two servers in one process do not clash)."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
+
+
+class ControlMetrics:
+    """All counters of control."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.turns = Counter("wingbeat_turns", "Model calls answered.", ["policy"], registry=r)
+        self.sampled_tokens = Counter("wingbeat_sampled_tokens", "Tokens sampled.", ["policy"], registry=r)
+        self.turn_seconds = Histogram(
+            "wingbeat_turn_seconds", "Seconds from prompt to the last token.", ["policy"], buckets=BUCKETS_S, registry=r
+        )
+        self.forks = Counter("wingbeat_forks", "Turns whose prompt extends no earlier turn.", ["policy"], registry=r)
+        self.malformed_tool_calls = Counter(
+            "wingbeat_malformed_tool_calls", "Tool calls that are no JSON; kept as text.", ["policy"], registry=r
+        )
+        self.episodes = Counter(
+            "wingbeat_episodes", "Episodes ended, by outcome or loss.", ["split", "outcome"], registry=r
+        )
+        self.discarded = Counter(
+            "wingbeat_discarded_episodes", "Finished episodes that were not trained.", ["policy", "reason"], registry=r
+        )
+        self.late_finishes = Counter(
+            "wingbeat_late_finishes", "Finishes refused because a successor attempt had begun.", registry=r
+        )
+        self.train_steps = Counter("wingbeat_train_steps", "Optimiser steps.", ["policy"], registry=r)
+        self.version = Gauge("wingbeat_policy_version", "Policy version.", ["policy"], registry=r)
+        self.train = Gauge("wingbeat_train", "Last value of each training metric.", ["policy", "metric"], registry=r)
+        self.open_episodes = Gauge("wingbeat_open_episodes", "Episodes running now.", registry=r)
+        self.in_flight = Gauge("wingbeat_requests_in_flight", "Generations running or waiting now.", registry=r)
+        self.engines = Gauge("wingbeat_engines", "Engines connected now.", registry=r)
+
+    def turn(self, policy: str, num_tokens: int, seconds: float) -> None:
+        self.turns.labels(policy).inc()
+        self.sampled_tokens.labels(policy).inc(num_tokens)
+        self.turn_seconds.labels(policy).observe(seconds)
+
+    def step(self, policy: str, version: int, values: dict[str, float]) -> None:
+        self.train_steps.labels(policy).inc()
+        self.version.labels(policy).set(version)
+        for name, value in values.items():
+            self.train.labels(policy, name).set(value)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,36 @@
+"""Continuing a run from its ledger: versions, task order, open and buffered groups.
+
+Steps that were logged but not finished are taken by the policies' own step loops, and a trainer that
+restored an older checkpoint is sent the logged batches that follow it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wingbeat.core.types import Split
+
+if TYPE_CHECKING:
+    from wingbeat.server.control import Control
+
+
+def restore_run(control: Control) -> None:
+    """Bring a fresh control to where the ledger says the run stands (nothing to do for a new run)."""
+    ledger = control.ledger
+    state = ledger.load_dealer_state()
+    if state is not None:
+        control.dealer.load_state_dict(state)
+    trained = ledger.summary().trained_step
+    for host in control.policies.values():
+        if not host.config.trainable:
+            continue
+        host.version = trained.get(host.name, 0)
+        for group in ledger.unconsumed(host.name):
+            host.buffer.add(group)
+    for group in ledger.open_groups():
+        if group.spec.split is Split.TRAIN:
+            control.book.restore(group.spec, slots=group.slots)
+        else:
+            control.watch(ledger.close_group(group.spec.id, reason="the evaluation ended with the server"))
+    if state is not None:
+        control.events.emit("resumed", versions={h.name: h.version for h in control.policies.values()})

@@ -1,0 +1,310 @@
+"""Handing out work: admission, leases, begins, signs of life.
+
+    lease ── evaluation groups first ── then members of admitted groups ── then a new group, if the
+             staleness gates of all its policies admit one ── else wait, and say what for.
+
+A lease reserves a slot for ``LEASE_S``; beginning an episode under it starts the attempt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from wingbeat.core.config import Config
+from wingbeat.core.errors import (
+    ConflictError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnknownPolicy,
+    VersionGone,
+)
+from wingbeat.core.events import EventLog
+from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel, Lease, LeaseReply, LeaseRequest
+from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotTicket
+from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.dataflow.records import GroupSpec
+from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode, new_episode_prefix, task_model
+from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.keys import digest, new_episode_key
+from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.policies import PolicyHost
+from wingbeat.server.signals import Changed
+from wingbeat.tracking.graph import EpisodeGraph
+
+LEASE_S = 60.0
+
+
+@dataclass(slots=True)
+class PendingLease:
+    """A slot that was handed out and not begun yet."""
+
+    ticket: SlotTicket
+    expires: float
+    """Monotonic."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What handing out work needs."""
+
+    config: Config
+    policies: dict[str, PolicyHost]
+    book: GroupBook
+    dealer: TaskDealer
+    ledger: Ledger
+    registry: EpisodeRegistry
+    evaluations: Evaluations
+    events: EventLog
+    metrics: ControlMetrics
+    changed: Changed
+    watch: Callable[[Future[Any]], None]
+    is_complete: Callable[[], bool]
+    blockers: Callable[[], list[str]]
+    clock: Callable[[], float]
+
+
+class Rollouts:
+    """Runs on control's event loop; decides synchronously, waits only for :class:`Changed`."""
+
+    def __init__(self, parts: RolloutParts) -> None:
+        self._parts = parts
+        self._leases: dict[str, PendingLease] = {}
+        self._client_groups: dict[str, str] = {}
+        """Group id that a client declared to ours."""
+        self._group_numbers = itertools.count()
+        self._prefix = new_episode_prefix()
+
+    # --- leases -------------------------------------------------------------------------------
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Up to ``max_leases`` slots; waits for the first at most ``wait_s``."""
+        deadline = self._parts.clock() + min(request.wait_s, self._parts.config.server.begin_wait_s)
+        while True:
+            if self._parts.is_complete():
+                return LeaseReply(leases=[], stop=True, reason="the run is complete")
+            tickets = self._take(request.max_leases, request.splits)
+            if tickets:
+                return LeaseReply(leases=[self._lease(ticket) for ticket in tickets])
+            remaining = deadline - self._parts.clock()
+            if remaining <= 0 or not await self._parts.changed.wait(remaining):
+                reasons = self._parts.blockers()
+                return LeaseReply(leases=[], reason=reasons[0] if reasons else "no task is free")
+
+    def _take(self, count: int, splits: Sequence[Split]) -> list[SlotTicket]:
+        tickets: list[SlotTicket] = []
+        while len(tickets) < count:
+            group_id = self._next_group(splits)
+            if group_id is None:
+                break
+            tickets.append(self._parts.book.take(group_id))
+        return tickets
+
+    def _next_group(self, splits: Sequence[Split]) -> str | None:
+        """The group whose slot goes next, opening a new one where admission allows."""
+        free = [g for g in self._parts.book.groups_with_free_slots() if g.id not in self._client_groups.values()]
+        for split in (Split.EVAL, Split.TRAIN):
+            if split not in splits:
+                continue
+            for group in free:
+                if group.split is split:
+                    return group.id
+            spec = self._parts.evaluations.next_group() if split is Split.EVAL else self._admit()
+            if spec is not None:
+                self._open_group(spec)
+                return spec.id
+        return None
+
+    def _admit(self) -> GroupSpec | None:
+        """A new training group on the next task, if every policy's staleness gate lets one in."""
+        config = self._parts.config.dataflow
+        if not self._training_wants_more() or self._parts.dealer.num_tasks(Split.TRAIN) == 0:
+            return None
+        return self._train_group(self._parts.dealer.next_task(), size=config.group_size)
+
+    def _open_group(self, spec: GroupSpec) -> None:
+        """Into the book and, with the dealer's place, into the ledger."""
+        ids = self._parts.book.open_group(spec)
+        state = self._parts.dealer.state_dict() if spec.split is Split.TRAIN else None
+        self._parts.watch(self._parts.ledger.record_group(spec, episode_ids=ids, dealer_state=state))
+
+    def _training_wants_more(self, policies: Sequence[str] | None = None) -> bool:
+        hosts = [h for h in self._parts.policies.values() if policies is None or h.name in policies]
+        return all(h.admits_group() for h in hosts) and any(h.config.trainable and not h.complete for h in hosts)
+
+    def _train_group(self, task: Task, *, size: int, policies: Sequence[str] | None = None) -> GroupSpec:
+        names = tuple(policies or self._parts.policies)
+        floors = {name: self._parts.policies[name].lowest_version() for name in names}
+        group_id = f"{self._prefix}-{next(self._group_numbers)}"
+        return GroupSpec(id=group_id, task=task, split=Split.TRAIN, size=size, policies=names, floor_version=floors)
+
+    def _lease(self, ticket: SlotTicket) -> Lease:
+        lease_id = f"lease-{secrets.token_hex(8)}"
+        self._leases[lease_id] = PendingLease(ticket, self._parts.clock() + LEASE_S)
+        group = ticket.group
+        return Lease(
+            lease_id=lease_id,
+            task=task_model(group),
+            group=GroupModel(id=group.id, size=group.size),
+            split=group.split,
+            policies=list(group.policies),
+            expires_s=LEASE_S,
+        )
+
+    # --- begin --------------------------------------------------------------------------------
+
+    async def begin(self, request: BeginRequest, *, base_url: str) -> BeginReply:
+        """Start an attempt under a lease, or on a task that the client names.
+
+        Raises RequestError, NotFoundError (lapsed lease), OverloadedError (admission stays full).
+        """
+        body_digest = digest(request.model_dump_json())
+        known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
+        if known is not None:
+            return known
+        ticket = self._redeem(request) if request.lease_id is not None else await self._reserve(request)
+        self._parts.book.begin(ticket.episode_id, ticket.attempt)
+        self._parts.watch(
+            self._parts.ledger.record_begin(
+                ticket.episode_id, ticket.attempt, group_id=ticket.group.id, label=request.label
+            )
+        )
+        reply = self._open(request, ticket, base_url)
+        self._parts.registry.remember_begin(request.idempotency_key, body_digest, reply)
+        return reply
+
+    def _redeem(self, request: BeginRequest) -> SlotTicket:
+        lease = self._leases.pop(request.lease_id or "", None)
+        if lease is None:
+            raise NotFoundError(f"lease {request.lease_id!r} has lapsed or was used; lease again", param="lease_id")
+        return lease.ticket
+
+    async def _reserve(self, request: BeginRequest) -> SlotTicket:
+        """A slot for a task that the client brings: of its group if that is open, else of a new one."""
+        if request.task is None:
+            raise RequestError("expected `lease_id` or `task`, got neither", param="task")
+        for name in request.policies or ():
+            self._policy(name, request.split)
+        deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
+        while True:
+            ticket = self._try_reserve(request)
+            if ticket is not None:
+                return ticket
+            remaining = deadline - self._parts.clock()
+            if remaining <= 0 or not await self._parts.changed.wait(remaining):
+                reasons = "; ".join(self._parts.blockers()) or "every slot of the group is taken"
+                raise OverloadedError(f"no room for another episode now: {reasons}", retry_after_s=2.0)
+
+    def _try_reserve(self, request: BeginRequest) -> SlotTicket | None:
+        assert request.task is not None
+        declared = request.group
+        task = Task(source=request.task.source, id=request.task.id, payload=request.task.payload)
+        if declared is not None and declared.id in self._client_groups:
+            return self._join(declared, task)
+        names = [name.partition("@")[0] for name in request.policies or ()]
+        if request.split is Split.TRAIN and not self._training_wants_more(names or None):
+            return None
+        size = declared.size if declared is not None else 1
+        spec = self._train_group(task, size=size, policies=names or None)
+        if request.split is Split.EVAL:
+            policies = tuple(request.policies or self._parts.policies)
+            spec = GroupSpec(id=spec.id, task=task, split=Split.EVAL, size=size, policies=policies)
+        self._open_group(spec)
+        if declared is not None:
+            self._client_groups[declared.id] = spec.id
+        return self._parts.book.take(spec.id)
+
+    def _join(self, declared: GroupModel, task: Task) -> SlotTicket | None:
+        """Another member of a group that a client declared earlier."""
+        own_id = self._client_groups[declared.id]
+        spec = next((g for g, _ in self._parts.book.progress() if g.id == own_id), None)
+        if spec is None:
+            raise ConflictError(f"group {declared.id!r} has closed; use a new group id")
+        if spec.size != declared.size or (spec.task.source, spec.task.id) != (task.source, task.id):
+            raise ConflictError(
+                f"group {declared.id!r} was opened with size {spec.size} on task {spec.task.id!r};"
+                f" got size {declared.size} on {task.id!r}",
+                param="group",
+            )
+        free = {g.id for g in self._parts.book.groups_with_free_slots()}
+        return self._parts.book.take(own_id) if own_id in free else None
+
+    def _policy(self, name: str, split: Split) -> tuple[str, int | None]:
+        """Parse ``"solver"`` or ``"solver@12"``.  Raises UnknownPolicy, RequestError or VersionGone."""
+        base, at, version = name.partition("@")
+        host = self._parts.policies.get(base)
+        if host is None:
+            raise UnknownPolicy(
+                f"no policy {base!r} here; this server has {', '.join(self._parts.policies)}", param="policies"
+            )
+        if not at:
+            return base, None
+        if split is not Split.EVAL or not version.isdecimal():
+            raise RequestError(f"{name!r}: only eval episodes may pin a version, as NAME@NUMBER", param="policies")
+        if not host.is_pinned(int(version)):
+            raise VersionGone(f"{name!r} is not held: POST /api/evaluations pins a version", param="policies")
+        return base, int(version)
+
+    def _open(self, request: BeginRequest, ticket: SlotTicket, base_url: str) -> BeginReply:
+        """Create the attempt in memory and the reply that describes it."""
+        group, server = ticket.group, self._parts.config.server
+        key = new_episode_key()
+        episode = OpenEpisode(
+            episode_id=ticket.episode_id,
+            attempt=ticket.attempt,
+            group=group,
+            policies=dict(self._policy(name, group.split) for name in group.policies),
+            label=request.label,
+            key_digest=digest(key),
+            idle_timeout_s=request.idle_timeout_s or server.idle_timeout_s,
+            began_s=time.time(),
+            last_seen=self._parts.clock(),
+            graph=EpisodeGraph(ticket.episode_id),
+        )
+        self._parts.registry.add(episode)
+        return BeginReply(
+            episode_id=episode.episode_id,
+            attempt=episode.attempt,
+            base_url=base_url,
+            api_key=key,
+            policies=sorted(episode.policies),
+            heartbeat_s=server.heartbeat_s,
+            task=task_model(group),
+            group=GroupModel(id=group.id, size=group.size),
+            split=group.split,
+        )
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """End leases that lapsed and attempts that fell silent: their slots reopen."""
+        now = self._parts.clock()
+        for lease_id in [k for k, lease in self._leases.items() if lease.expires < now]:
+            ticket = self._leases.pop(lease_id).ticket
+            self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
+            self._parts.changed.notify()
+        for episode in self._parts.registry.silent(self._parts.config.server.heartbeat_s):
+            self._parts.registry.lose(episode)
+            self._parts.book.release(episode.episode_id, episode.attempt, ReleaseReason.LOST)
+            self._parts.watch(
+                self._parts.ledger.record_end(
+                    episode.episode_id, episode.attempt, state=AttemptState.LOST, outcome=Outcome.CLIENT
+                )
+            )
+            self._parts.metrics.episodes.labels(episode.split, "lost").inc()
+            self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt)
+            self._parts.changed.notify()
+
+    def forget_groups(self, group_ids: set[str]) -> None:
+        """Groups that closed: a client's names for them are free again after this run."""
+        for declared in [k for k, own in self._client_groups.items() if own in group_ids]:
+            self._client_groups[declared] = ""

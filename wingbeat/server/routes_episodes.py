@@ -1,0 +1,195 @@
+"""``/api``: tasks, episodes, evaluations, status (DESIGN: "Episodes over HTTP")."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import ValidationError
+
+from wingbeat.core.errors import InvalidReward, RequestError
+from wingbeat.core.protocol import (
+    AbortRequest,
+    BeginReply,
+    BeginRequest,
+    EpisodeReply,
+    EvaluationReply,
+    EvaluationRequest,
+    FinishReply,
+    FinishRequest,
+    GroupModel,
+    HeartbeatReply,
+    LeaseReply,
+    LeaseRequest,
+    PolicyReply,
+    StatusReply,
+    TaskSourceReply,
+    TaskSourceRequest,
+    Wire,
+)
+from wingbeat.core.types import Task
+from wingbeat.server.control import Control, policy_reply
+from wingbeat.server.episodes import OpenEpisode, task_model
+from wingbeat.server.keys import RoleKeys
+from wingbeat.server.routes_chat import decode_json
+
+M = TypeVar("M", bound=Wire)
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """Validate a body against a wire model.  Raises RequestError (InvalidReward for rewards)."""
+    data = decode_json(body) if body else {}
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"] if part not in ("float", "constrained-float", "Rewards"))
+        kind = InvalidReward if where.startswith("rewards") else RequestError
+        raise kind(f"`{where}`: {fault['msg']}, got {fault.get('input')!r:.200}", param=where) from None
+
+
+def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
+    """The routes, bound to one control.  Bodies are read raw, so that one parser gives one error shape."""
+    router = APIRouter(prefix="/api", tags=["episodes"])
+
+    @router.put("/tasks/{source}", openapi_extra=body_schema(TaskSourceRequest))
+    async def put_tasks(request: Request, source: str) -> TaskSourceReply:
+        keys.require_admin(request.headers)
+        wanted = parse(TaskSourceRequest, await request.body())
+        tasks = [Task(source=source, id=t.id, payload=t.payload) for t in wanted.tasks]
+        control.dealer.add_source(source, wanted.split, tasks)
+        control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
+        control.changed.notify()
+        return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks))
+
+    @router.post("/tasks/lease", openapi_extra=body_schema(LeaseRequest))
+    async def lease(request: Request) -> LeaseReply:
+        keys.require_admin(request.headers)
+        return await control.rollouts.lease(parse(LeaseRequest, await request.body()))
+
+    @router.post("/episodes", openapi_extra=body_schema(BeginRequest))
+    async def begin(request: Request) -> BeginReply:
+        keys.require_admin(request.headers)
+        wanted = parse(BeginRequest, await request.body())
+        if (wanted.lease_id is None) == (wanted.task is None):
+            raise RequestError("send exactly one of `lease_id` and `task`", param="lease_id")
+        return await control.rollouts.begin(wanted, base_url=f"{str(request.base_url).rstrip('/')}/v1")
+
+    @router.get("/episodes/{episode_id}")
+    async def get_episode(request: Request, episode_id: str) -> EpisodeReply:
+        return _episode_reply(control.registry.by_id(episode_id, request.headers))
+
+    @router.post("/episodes/{episode_id}/heartbeat")
+    async def heartbeat(request: Request, episode_id: str) -> HeartbeatReply:
+        episode = control.registry.by_id(episode_id, request.headers)
+        episode.last_seen = control.clock()
+        episode.has_heartbeat = True
+        return HeartbeatReply(episode_id=episode_id, state=episode.state, heartbeat_s=control.config.server.heartbeat_s)
+
+    @router.post("/episodes/{episode_id}/finish", openapi_extra=body_schema(FinishRequest))
+    async def finish(request: Request, episode_id: str) -> FinishReply:
+        episode = control.registry.by_id(episode_id, request.headers)
+        return await control.finishing.finish(episode, parse(FinishRequest, await request.body()))
+
+    @router.post("/episodes/{episode_id}/abort", openapi_extra=body_schema(AbortRequest))
+    async def abort(request: Request, episode_id: str) -> EpisodeReply:
+        episode = control.registry.by_id(episode_id, request.headers)
+        control.finishing.abort(episode, parse(AbortRequest, await request.body()))
+        return _episode_reply(episode)
+
+    return router
+
+
+def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
+    """The run as a whole."""
+    router = APIRouter(tags=["run"])
+
+    @router.get("/api/status")
+    async def status() -> StatusReply:
+        return control.status()
+
+    @router.get("/api/policies")
+    async def policies() -> list[PolicyReply]:
+        return [policy_reply(control, host) for host in control.policies.values()]
+
+    @router.post("/api/evaluations", openapi_extra=body_schema(EvaluationRequest))
+    async def evaluate(request: Request) -> EvaluationReply:
+        keys.require_admin(request.headers)
+        wanted = parse(EvaluationRequest, await request.body())
+        return control.evaluations.reply(control.evaluations.start(wanted))
+
+    @router.get("/api/evaluations/{evaluation_id}")
+    async def evaluation(evaluation_id: str) -> EvaluationReply:
+        return control.evaluations.reply(evaluation_id)
+
+    @router.post("/api/stop")
+    async def stop(request: Request) -> dict[str, str]:
+        keys.require_admin(request.headers)
+        control.request_stop()
+        return {"state": "stopping"}
+
+    @router.get("/api/events")
+    async def events() -> Response:
+        return StreamingResponse(_follow(control), media_type="text/event-stream")
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        control.metrics.open_episodes.set(len(control.registry.open_episodes()))
+        control.metrics.in_flight.set(control.engines.in_flight)
+        control.metrics.engines.set(len(control.engines.links))
+        return Response(control.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok" if control.error is None else "degraded"}
+
+    return router
+
+
+def body_schema(model: type[Wire]) -> dict[str, Any]:
+    """The OpenAPI description of a body that the route parses itself."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _follow(control: Control) -> AsyncIterator[bytes]:
+    """Every event from now on, until the server stops or the reader leaves."""
+    queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=10_000)
+
+    def put(record: dict[str, Any]) -> None:
+        if not queue.full():  # a reader that stopped reading must not fill our memory
+            queue.put_nowait(record)
+
+    unsubscribe = control.events.subscribe(put)
+    try:
+        yield b": following\n\n"
+        while True:
+            record = await queue.get()
+            yield b"data: " + orjson.dumps(record) + b"\n\n"
+            if record["event"] == "stopped":
+                return
+    finally:
+        unsubscribe()
+
+
+def _episode_reply(episode: OpenEpisode) -> EpisodeReply:
+    return EpisodeReply(
+        episode_id=episode.episode_id,
+        attempt=episode.attempt,
+        state=episode.state,
+        task=task_model(episode.group),
+        group=GroupModel(id=episode.group.id, size=episode.group.size),
+        split=episode.split,
+        policies=sorted(episode.policies),
+        num_turns=episode.finish_reply.num_turns if episode.finish_reply else episode.graph.num_turns,
+        num_sampled_tokens=episode.finish_reply.num_sampled_tokens
+        if episode.finish_reply
+        else episode.graph.num_sampled_tokens,
+        label=episode.label,
+        outcome=episode.outcome,
+    )

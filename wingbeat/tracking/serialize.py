@@ -1,0 +1,176 @@
+"""Token graphs as bytes: what the ledger stores and ``inspect`` reads.
+
+msgpack with a format tag. Arrays are little-endian bytes. Each distinct message is stored once and
+turns refer to it by number; a continued turn lists only the messages beyond its parent's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from wingbeat.core.samples import FLOAT_DTYPE, INT_DTYPE
+from wingbeat.core.types import FinishReason, Provenance
+from wingbeat.tracking.graph import EpisodeGraph
+from wingbeat.tracking.messages import Message, Role, ToolCall
+from wingbeat.tracking.turns import Turn
+
+FORMAT = "wingbeat-graph/1"
+
+Scalar = TypeVar("Scalar", np.int32, np.float32)
+
+
+class _Call(msgspec.Struct, frozen=True, array_like=True):
+    id: str
+    name: str
+    arguments_text: str
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    role: Role
+    content: str
+    reasoning: str
+    tool_calls: tuple[_Call, ...]
+    tool_call_id: str
+    name: str
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    turn_id: str
+    policy: str
+    agent: str
+    parent_id: str | None
+    segment: bytes
+    """int32 [S]."""
+    segment_runs: tuple[tuple[Provenance, int], ...]
+    sampled: bytes
+    """int32 [T]."""
+    logprobs: bytes
+    """float32 [T]."""
+    versions: tuple[tuple[int, int], ...]
+    temperature: float
+    finish_reason: FinishReason
+    messages: tuple[int, ...]
+    """Numbers in the graph's message table, of those beyond the parent's."""
+    tools_digest: str
+    fork_reason: str
+    chosen_by: str
+    prompt_length: int
+
+
+class _Graph(msgspec.Struct, frozen=True):
+    format: Literal["wingbeat-graph/1"]
+    episode_id: str
+    messages: tuple[_Message, ...]
+    turns: tuple[_Turn, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Graph)
+
+
+def dump_graph(graph: EpisodeGraph) -> bytes:
+    """The whole graph; the same graph gives the same bytes."""
+    table: dict[_Message, int] = {}
+    turns = tuple(_pack_turn(turn, graph=graph, table=table) for turn in graph.turns)
+    return _encoder.encode(_Graph(format=FORMAT, episode_id=graph.episode_id, messages=tuple(table), turns=turns))
+
+
+def load_graph(data: bytes) -> EpisodeGraph:
+    """The graph in these bytes, ready to be continued.
+
+    Raises ValueError where they are no graph of this format or contradict themselves.
+    """
+    try:
+        packed = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"expected a token graph of format {FORMAT!r}, got something else: {error}") from error
+    graph = EpisodeGraph(packed.episode_id)
+    messages = [_unpack_message(message) for message in packed.messages]
+    for turn in packed.turns:
+        graph.add(_unpack_turn(turn, graph=graph, messages=messages))
+    return graph
+
+
+def _pack_turn(turn: Turn, *, graph: EpisodeGraph, table: dict[_Message, int]) -> _Turn:
+    shared = 0 if turn.parent_id is None else len(graph.turn(turn.parent_id).messages)
+    return _Turn(
+        turn_id=turn.turn_id,
+        policy=turn.policy,
+        agent=turn.agent,
+        parent_id=turn.parent_id,
+        segment=turn.segment.astype(INT_DTYPE).tobytes(),
+        segment_runs=turn.segment_runs,
+        sampled=turn.sampled.astype(INT_DTYPE).tobytes(),
+        logprobs=turn.logprobs.astype(FLOAT_DTYPE).tobytes(),
+        versions=turn.versions,
+        temperature=turn.temperature,
+        finish_reason=turn.finish_reason,
+        messages=tuple(table.setdefault(_pack_message(message), len(table)) for message in turn.messages[shared:]),
+        tools_digest=turn.tools_digest,
+        fork_reason=turn.fork_reason,
+        chosen_by=turn.chosen_by,
+        prompt_length=turn.prompt_length,
+    )
+
+
+def _unpack_turn(turn: _Turn, *, graph: EpisodeGraph, messages: list[Message]) -> Turn:
+    try:
+        shared = () if turn.parent_id is None else graph.turn(turn.parent_id).messages
+        own = tuple(messages[number] for number in turn.messages)
+    except LookupError as error:
+        raise ValueError(f"turn {turn.turn_id} refers to a parent or message that is not there: {error}") from error
+    return Turn(
+        turn_id=turn.turn_id,
+        policy=turn.policy,
+        agent=turn.agent,
+        parent_id=turn.parent_id,
+        segment=_unpack_array(turn.segment, dtype=INT_DTYPE, turn_id=turn.turn_id),
+        segment_runs=turn.segment_runs,
+        sampled=_unpack_array(turn.sampled, dtype=INT_DTYPE, turn_id=turn.turn_id),
+        logprobs=_unpack_array(turn.logprobs, dtype=FLOAT_DTYPE, turn_id=turn.turn_id),
+        versions=turn.versions,
+        temperature=turn.temperature,
+        finish_reason=turn.finish_reason,
+        messages=(*shared, *own),
+        tools_digest=turn.tools_digest,
+        fork_reason=turn.fork_reason,
+        chosen_by=turn.chosen_by,
+        prompt_length=turn.prompt_length,
+    )
+
+
+def _unpack_array(data: bytes, *, dtype: np.dtype[Scalar], turn_id: str) -> NDArray[Scalar]:
+    """[N] numbers, read-only, in the machine's own byte order."""
+    if len(data) % dtype.itemsize:
+        raise ValueError(
+            f"turn {turn_id}: expected numbers of {dtype.itemsize} bytes, got {len(data)} bytes: the data is damaged"
+        )
+    return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _pack_message(message: Message) -> _Message:
+    return _Message(
+        role=message.role,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=tuple(_Call(call.id, call.name, call.arguments_text) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _unpack_message(message: _Message) -> Message:
+    return Message(
+        role=message.role,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            ToolCall.of(call.id, name=call.name, arguments=call.arguments_text) for call in message.tool_calls
+        ),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )

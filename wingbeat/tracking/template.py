@@ -1,0 +1,160 @@
+"""Messages to tokens and back, with the model's own chat template and tokenizer.
+
+Control needs neither torch nor transformers for this: ``tokenizers`` encodes, Jinja renders. What a
+template means by "end of a turn" is not declared anywhere, so it is found by rendering a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from wingbeat.core.errors import RequestError, SetupError
+from wingbeat.tracking.jinja_environment import compile_template
+from wingbeat.tracking.messages import Message, Role
+from wingbeat.tracking.model_folder import TOOL_TEMPLATE, TURN_ENDERS, ModelFolder, read_model_folder
+
+PROBE = "wingbeatprobe"
+"""A word that no template treats specially."""
+
+
+class ToolFormat(StrEnum):
+    """How models of a family write tool calls."""
+
+    HERMES = "hermes"
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen and most others)."""
+    LLAMA3 = "llama3"
+    """The whole reply is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``."""
+
+
+class ChatTemplate:
+    """The renderer of one policy. Immutable after construction; safe to share.
+
+    ``eos_token_ids``: ids after which generation ends, ascending.
+    ``eos_texts``: their texts.
+    ``eot_text``: what the template writes after an assistant's words ("" where it marks no end).
+    ``turn_end_ids``: sampled tokens that stand for ``eot_text``; other stops end the text, not the turn.
+    ``turn_end_texts``: their texts.
+    ``tool_format``: the family's way of calling tools.
+    ``opens_reasoning``: the generation prompt itself ends with ``<think>``.
+    """
+
+    def __init__(self, facts: ModelFolder, *, now: Callable[[], datetime] = datetime.now) -> None:
+        self._tokenizer = facts.tokenizer
+        self._templates = {name: compile_template(source, now=now) for name, source in facts.templates.items()}
+        self._special_tokens = dict(facts.special_tokens)
+        self._special_ids = dict(facts.special_ids)
+        self._bos_id = self._tokenizer.token_to_id(facts.special_tokens["bos_token"]) if facts.add_bos else None
+        self.eot_text = self._find_end_of_turn(facts.stop_ids)
+        self.turn_end_ids = self._find_turn_end_ids(facts.stop_ids)
+        self.turn_end_texts = self._texts(self.turn_end_ids)
+        self.eos_token_ids = tuple(sorted(facts.stop_ids | self.turn_end_ids))
+        self.eos_texts = self._texts(self.eos_token_ids)
+        if not self.eos_token_ids:
+            raise SetupError(
+                "no end-of-turn token found, so generation would never stop: set eos_token in tokenizer_config.json"
+            )
+        self.tool_format = _tool_format(facts)
+        self.opens_reasoning = self._probe("user", add_generation_prompt=True).rstrip().endswith("<think>")
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, template: str | None = None, now: Callable[[], datetime] = datetime.now
+    ) -> ChatTemplate:
+        """From a Hugging Face folder; ``template`` (Jinja source) replaces the folder's own.
+
+        Raises SetupError (ModelSourceError for broken files): what is missing and how to fix it.
+        """
+        return cls(read_model_folder(folder, template=template), now=now)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The conversation as prompt text. Raises RequestError where the template refuses it."""
+        compiled = self._templates.get(TOOL_TEMPLATE) if tools else None
+        try:
+            return (compiled or self._templates["default"]).render(
+                self._special_tokens,
+                messages=[message.to_template_dict() for message in messages],
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
+            raise RequestError(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of exactly this text: special tokens in it count, none are added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a fresh prompt: as ``encode``, after the BOS if the tokenizer wants one and none is there."""
+        ids = self.encode(text)
+        if self._bos_id is not None and ids[:1] != [self._bos_id]:
+            return [self._bos_id, *ids]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of tokens; bytes that do not yet make a character become U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+    def drop_special(self, token_ids: Iterable[int], *, keep: frozenset[str]) -> list[int]:
+        """The tokens without special ones, except those whose text is in ``keep``."""
+        special = self._special_ids
+        return [token for token in token_ids if token not in special or special[token] in keep]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this token carries no text of its own."""
+        return token_id in self._special_ids
+
+    def _probe(self, *roles: Role, add_generation_prompt: bool) -> str:
+        messages = [Message(role, PROBE + role) for role in roles]
+        try:
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
+        except RequestError as error:
+            raise SetupError(f"the chat template cannot render a plain {' and '.join(roles)} turn: {error}") from error
+
+    def _find_end_of_turn(self, stop_ids: frozenset[int]) -> str:
+        """What follows an assistant's words: the first stop token there, else the first special token."""
+        text = self._probe("user", "assistant", add_generation_prompt=False)
+        _, found, after = text.partition(PROBE + "assistant")
+        if not found:
+            raise SetupError("the chat template prints no assistant content: set policies.NAME.chat_template")
+        for candidates in (self._texts(stop_ids), tuple(self._special_ids.values())):
+            places = {after.find(token): token for token in candidates if token in after}
+            if places:
+                return places[min(places)]
+        return ""
+
+    def _find_turn_end_ids(self, stop_ids: frozenset[int]) -> frozenset[int]:
+        ends = {index for index in stop_ids if self._special_ids.get(index) in TURN_ENDERS}
+        marker = self._tokenizer.token_to_id(self.eot_text) if self.eot_text else None
+        return frozenset(ends if marker is None else ends | {marker})
+
+    def _texts(self, token_ids: Iterable[int]) -> tuple[str, ...]:
+        return tuple(text for index in sorted(token_ids) if (text := self._tokenizer.id_to_token(index)) is not None)
+
+
+def _tool_format(facts: ModelFolder) -> ToolFormat:
+    source = "".join(facts.templates.values())
+    if "<tool_call>" in source or facts.tokenizer.token_to_id("<tool_call>") is not None:
+        return ToolFormat.HERMES
+    if facts.tokenizer.token_to_id("<|python_tag|>") is not None or '"parameters":' in source:
+        return ToolFormat.LLAMA3
+    return ToolFormat.HERMES

@@ -1,0 +1,166 @@
+"""AdamW with explicit learning rates, global-norm clipping and float32 master weights.
+
+Low-precision parameters (bfloat16) are trained through float32 masters: their gradients are added up in
+float32 as each backward finishes, AdamW moves the masters, and the parameters are the masters rounded.
+Without that, updates below a parameter's rounding step (1/256 of its size) would be lost.  Float32 and
+float64 parameters are their own masters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from wingbeat.core.config.schema import TrainerConfig
+from wingbeat.core.errors import SetupError, WingbeatError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master."
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def lr_at(step: int, *, config: TrainerConfig, total_steps: int) -> float:
+    """The learning rate of a step, counted from 1.
+
+    Linear warm-up reaches the peak at ``warmup_steps``; then "constant" stays, while "linear" and
+    "cosine" (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5) reach ``min_lr_ratio`` of the peak at
+    ``total_steps`` and stay there.
+    """
+    if step < 1:
+        raise ValueError(f"expected a step >= 1, got {step}")
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    span = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+
+
+class PolicyOptimizer:
+    """Owns masters, moments and gradients of the trainable parameters of one policy.
+
+    Weight decay applies to parameters of two or more dimensions (matrices, embeddings, adapters), not to
+    norms and biases.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, config: TrainerConfig) -> None:
+        if not parameters:
+            raise SetupError("there is nothing to train: expected at least one parameter that requires a gradient")
+        self._parameters = dict(parameters)
+        self._max_grad_norm = config.max_grad_norm
+        self._masters = {name: self._make_master(parameter) for name, parameter in self._parameters.items()}
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [m for m in self._masters.values() if m.ndim >= 2], "weight_decay": config.weight_decay},
+                {"params": [m for m in self._masters.values() if m.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+        )
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero.
+
+        Zero rather than absent: AdamW skips a parameter without gradient, so a batch in which some
+        parameter needed no backward would otherwise move differently.
+        """
+        for parameter, master in zip(self._parameters.values(), self._masters.values(), strict=True):
+            if parameter is not master:
+                parameter.grad = None
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            else:
+                master.grad.zero_()
+
+    def step(self, lr: float) -> float:
+        """Clip the gathered gradients, take one AdamW step, and return the global norm before clipping.
+
+        Raises WingbeatError, before anything has moved, where the norm is NaN or infinite.
+        """
+        masters = list(self._masters.values())
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        value = float(norm)
+        if not math.isfinite(value):
+            raise WingbeatError(
+                f"expected a finite gradient norm, got {value}; this update changed no weight. The policy has "
+                "diverged: lower learning_rate, or resume from an earlier checkpoint"
+            )
+        torch.nn.utils.clip_grads_with_norm_(masters, self._max_grad_norm, norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._round_to_parameters()
+        return value
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients gathered since :meth:`zero_grad`, by parameter name."""
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything that a later step depends on: masters, moments, update counts."""
+        tensors = {_MASTER + name: master.detach() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            state = self._adamw.state.get(master, {})
+            tensors |= {f"{key}.{name}": state[key] for key in (*_MOMENTS, "step") if key in state}
+        return tensors
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`state_tensors` gave; all is checked before anything changes.
+
+        Raises SetupError where names, shapes or dtypes are those of another model.
+        """
+        self._check(tensors)
+        self._adamw.state.clear()
+        for name, master in self._masters.items():
+            with torch.no_grad():
+                master.copy_(tensors[_MASTER + name])
+            if f"step.{name}" in tensors:
+                state = {key: tensors[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS}
+                # AdamW keeps its update count on the CPU.
+                self._adamw.state[master] = {"step": tensors[f"step.{name}"].to("cpu", copy=True), **state}
+        self._round_to_parameters()
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        wanted = {_MASTER + name: master for name, master in self._masters.items()}
+        stepped = any(name.startswith("step.") for name in tensors)
+        names = set(wanted)
+        if stepped:
+            names |= {f"{key}.{name}" for name in self._masters for key in (*_MOMENTS, "step")}
+        if names != tensors.keys():
+            different = sorted(names ^ tensors.keys())
+            raise SetupError(
+                f"the checkpoint is not of this policy: {len(different)} tensor names differ, first {different[0]!r}; "
+                "use the model and LoRA settings it was made with, or another run directory"
+            )
+        for name, master in wanted.items():
+            got = tensors[name]
+            if got.shape != master.shape or got.dtype != master.dtype:
+                raise SetupError(
+                    f"the checkpoint is not of this policy: {name!r} should be {master.dtype} {tuple(master.shape)}, "
+                    f"got {got.dtype} {tuple(got.shape)}; use the model and dtype it was made with"
+                )
+
+    def _make_master(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype not in _LOW_PRECISION:
+            return parameter
+        master = parameter.detach().to(torch.float32, copy=True).requires_grad_()
+
+        def gather(finished: Tensor) -> None:
+            if finished.grad is not None and master.grad is not None:
+                master.grad.add_(finished.grad)
+                finished.grad = None
+
+        parameter.register_post_accumulate_grad_hook(gather)
+        return master
+
+    @torch.no_grad()
+    def _round_to_parameters(self) -> None:
+        for parameter, master in zip(self._parameters.values(), self._masters.values(), strict=True):
+            if parameter is not master:
+                parameter.copy_(master)

@@ -1,0 +1,61 @@
+"""Receiving a published policy version: map the file, then prove that it is what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
+from wingbeat.core.worker_protocol import Manifest
+from wingbeat.weights.checksum import describe, tensors_checksum
+
+
+def load(manifest: Manifest, *, host_id: str) -> dict[str, Tensor]:
+    """The tensors of a manifest, memory-mapped: pages are shared with every receiver on the host.
+
+    They stay valid after the publisher releases the file.  Size, names, dtypes, shapes and the checksum
+    of the mapped bytes are verified before anything is returned.
+
+    Raises SetupError for a manifest of another host, VersionGone where the file was released, and
+    UnavailableError where its content is not what the manifest promises.
+    """
+    if manifest.host_id != host_id:
+        raise SetupError(
+            f"tensors of another host cannot be mapped: policy {manifest.policy!r} version {manifest.version} was "
+            f"published on host {manifest.host_id}, this is host {host_id}; run this worker on the trainer's host"
+        )
+    where = f"policy {manifest.policy!r} version {manifest.version} ({manifest.path})"
+    path = Path(manifest.path)
+    try:
+        size = path.stat().st_size
+        if size != manifest.size_bytes:
+            raise UnavailableError(
+                f"{where}: expected {manifest.size_bytes} bytes, got {size}; the file is damaged, publish it again"
+            )
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise VersionGone(f"{where}: no such file, the version was released; load the live version") from None
+    except SafetensorError as error:
+        raise UnavailableError(f"{where}: not a safetensors file ({error}); publish it again") from error
+    _verify(manifest, tensors, where=where)
+    return tensors
+
+
+def _verify(manifest: Manifest, tensors: dict[str, Tensor], *, where: str) -> None:
+    promised = {info.name: info for info in manifest.tensors}
+    found = {info.name: info for info in describe(tensors)}
+    differing = sorted(name for name in promised.keys() | found.keys() if promised.get(name) != found.get(name))
+    if differing:
+        first = differing[0]
+        raise UnavailableError(
+            f"{where}: {len(differing)} tensors differ from the manifest; {first!r}: "
+            f"expected {promised.get(first)}, got {found.get(first)}; publish it again"
+        )
+    checksum = tensors_checksum(tensors)
+    if checksum != manifest.checksum:
+        raise UnavailableError(
+            f"{where}: expected checksum {manifest.checksum}, got {checksum}; the file is damaged, publish it again"
+        )

@@ -1,0 +1,1 @@
+"""The main programs of engine and trainer workers: processes that dial out to control."""

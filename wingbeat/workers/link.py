@@ -1,0 +1,191 @@
+"""A worker's connection to control: reconnecting I/O on one thread, compute on another.
+
+The compute thread owns the model and never waits for the network; the I/O thread owns the WebSocket
+and never touches the model.  They meet in two queues::
+
+    WebSocket ──▶ inbox ──▶ compute          compute ──▶ outbox ──▶ WebSocket
+                (thread-safe, blocking get)            (wakes the I/O loop)
+
+When the connection breaks, the compute thread sees :class:`Disconnected` in its inbox (a worker
+drops what it was doing for that control) and :class:`Connected` with a new ``Welcome`` later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from wingbeat.core.errors import SetupError
+from wingbeat.core.worker_protocol import (
+    ControlMessage,
+    Heartbeat,
+    Refused,
+    Register,
+    Shutdown,
+    Welcome,
+    WorkerMessage,
+    decode_from_control,
+    encode_frame,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 30
+RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Control accepted this worker."""
+
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """Control is gone; anything in flight for it is void."""
+
+
+Inbound = ControlMessage | Connected | Disconnected
+
+
+class WorkerLink:
+    """Runs the I/O thread; used by the compute thread through :meth:`receive` and :meth:`send`."""
+
+    def __init__(self, url: str, key: str, register: Register, *, give_up_s: float = 120.0) -> None:
+        self._url = url.rstrip("/") + "/worker/v1"
+        self._key = key
+        self._register = register
+        self._give_up_s = give_up_s
+        self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self._outbox: deque[WorkerMessage] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._stopping = False
+        self.heartbeat: Callable[[], Heartbeat] = Heartbeat
+        """Called on the I/O thread every heartbeat; must only read."""
+        self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def receive(self, *, block: bool) -> list[Inbound]:
+        """All messages that have come; with ``block`` waits for the first."""
+        messages: list[Inbound] = []
+        if block:
+            messages.append(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._inbox.get_nowait())
+        return messages
+
+    def send(self, *messages: WorkerMessage) -> None:
+        """Queue messages; they leave in order, coalesced, while connected (dropped on reconnect)."""
+        if not messages:
+            return
+        self._outbox.extend(messages)
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            with contextlib.suppress(RuntimeError):  # the loop may just have closed
+                loop.call_soon_threadsafe(wake.set)
+
+    def deliver(self, message: Inbound) -> None:
+        """Put a message into the inbox as if it had come from control (signal handlers use this)."""
+        self._inbox.put(message)
+
+    def close(self, *, deadline_s: float = 5.0) -> None:
+        """Flush what is queued and end the I/O thread."""
+        self._stopping = True
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake.set)
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except SetupError as error:
+            logger.error("%s", error)
+        finally:
+            self._inbox.put(Shutdown(reason="link closed"))
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        failures, lost_since = 0, time.monotonic()
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
+            while not self._stopping:
+                try:
+                    async with session.ws_connect(self._url, max_msg_size=MAX_FRAME_BYTES, compress=0) as socket:
+                        await self._converse(socket)
+                        failures, lost_since = 0, time.monotonic()
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if time.monotonic() - lost_since > self._give_up_s:
+                        raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
+                if self._stopping:
+                    return
+                await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
+                failures += 1
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        await socket.send_bytes(encode_frame([self._register]))
+        first = decode_from_control(await socket.receive_bytes())
+        if isinstance(first[0], Refused):
+            self._stopping = True
+            raise SetupError(f"control refused this worker: {first[0].reason}")
+        welcome = first[0]
+        if not isinstance(welcome, Welcome):
+            raise SetupError(f"expected a welcome from control, got {type(welcome).__name__}")
+        self._outbox.clear()
+        self._inbox.put(Connected(welcome))
+        for message in first[1:]:
+            self._inbox.put(message)
+        try:
+            await self._pump(socket, welcome.heartbeat_s)
+        finally:
+            self._inbox.put(Disconnected())
+
+    async def _pump(self, socket: aiohttp.ClientWebSocketResponse, heartbeat_s: float) -> None:
+        """Send and receive until either side ends."""
+        sender = asyncio.create_task(self._send_loop(socket), name="link-send")
+        beater = asyncio.create_task(self._beat_loop(heartbeat_s), name="link-beat")
+        try:
+            async for frame in socket:
+                if frame.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                for message in decode_from_control(frame.data):
+                    self._inbox.put(message)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            logger.error("control sent a frame this worker does not understand: %s", error)
+        finally:
+            for task in (sender, beater):
+                task.cancel()
+            await asyncio.gather(sender, beater, return_exceptions=True)
+
+    async def _send_loop(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        assert self._wake is not None
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                batch = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                await socket.send_bytes(encode_frame(batch))
+            if self._stopping:
+                await socket.close()
+                return
+
+    async def _beat_loop(self, heartbeat_s: float) -> None:
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            self.send(self.heartbeat())
