@@ -16,11 +16,11 @@ from wingbeat.core.types import Task
 
 @dataclass(frozen=True, slots=True)
 class TasksFile:
-    """The tasks of a file; ``evaluation`` is empty if it defines no ``eval_tasks``."""
+    """The tasks of a file; ``eval`` is empty if it defines no ``eval_tasks``."""
 
     path: Path
     train: tuple[Task, ...]
-    evaluation: tuple[Task, ...]
+    eval: tuple[Task, ...]
 
 
 def load_tasks_file(path: Path) -> TasksFile:
@@ -41,7 +41,7 @@ def load_tasks_file(path: Path) -> TasksFile:
             f"{path}: expected eval_tasks() to be held out, got {len(shared)} tasks with the payload of a training "
             "task; remove them from train_tasks()"
         )
-    return TasksFile(path=path, train=train, evaluation=evaluation)
+    return TasksFile(path=path, train=train, eval=evaluation)
 
 
 def _call(module: ModuleType, name: str, path: Path) -> tuple[Task, ...] | None:

@@ -30,8 +30,9 @@ class WeightPublisher:
 
     Raises SetupError where the folder belongs to another user, who could put other weights under ours.
 
-    Construction deletes what a killed predecessor left of this policy (receivers that mapped those
-    files keep their memory), so that versions never pile up in shared memory.
+    Construction adopts the versions that a killed predecessor left of this policy: an engine that
+    restarts meanwhile still finds the live one, and releasing them works as if this publisher had
+    written them.
     """
 
     def __init__(self, directory: Path, *, host_id: str, policy: str) -> None:
@@ -48,7 +49,7 @@ class WeightPublisher:
                 f"cannot publish weights to {directory}: it belongs to user {owner}, this is user {os.getuid()}; "
                 "remove it, or use another run directory"
             )
-        self._delete_leftovers()
+        self._adopt_leftovers()
 
     def publish(
         self,
@@ -121,8 +122,15 @@ class WeightPublisher:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _delete_leftovers(self) -> None:
-        name = re.compile(rf"{re.escape(self._policy)}-\d{{8,}}-[0-9a-f]{{16}}\.safetensors({re.escape(_TEMPORARY)})?")
+    def _adopt_leftovers(self) -> None:
+        name = re.compile(
+            rf"{re.escape(self._policy)}-(\d{{8,}})-[0-9a-f]{{16}}\.safetensors({re.escape(_TEMPORARY)})?"
+        )
         for path in self._directory.iterdir():
-            if name.fullmatch(path.name):
+            match = name.fullmatch(path.name)
+            if match is None:
+                continue
+            if match[2]:  # half-written
                 path.unlink(missing_ok=True)
+            else:
+                self._paths.setdefault(int(match[1]), set()).add(path)

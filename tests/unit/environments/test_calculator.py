@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from wingbeat.environments.calculator import (
     CALC_TOOL,
     DEMO_PRESET,
@@ -40,9 +41,7 @@ def conversations() -> st.SearchStrategy[list[Message]]:
         {"role": st.just("assistant"), "content": st.none() | text},
         optional={"tool_calls": st.lists(call, max_size=2)},
     )
-    other = st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "tool"]), "content": text}
-    )
+    other = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool"]), "content": text})
     return st.lists(assistant | other, min_size=1, max_size=6)
 
 
@@ -91,10 +90,7 @@ def test_no_constant_answer_scores_well(seed: int) -> None:
     answer, mean = best_constant(heldout)
     assert mean == sum(score(task, answer) for task in heldout) / len(heldout)
     assert mean < 0.2
-    assert all(
-        sum(score(task, other.answer) for task in heldout) / len(heldout) <= mean
-        for other in heldout
-    )
+    assert all(sum(score(task, other.answer) for task in heldout) / len(heldout) <= mean for other in heldout)
 
 
 @given(left=st.integers(0, 999), right=st.integers(0, 999), third=st.integers(0, 999))
@@ -113,9 +109,7 @@ def test_calc_returns_an_integer_or_raises_value_error(expression: str) -> None:
         assert str(int(result)) == result
 
 
-@pytest.mark.parametrize(
-    "expression", ["2**9", "3/4", "abs(3)", "3+", "", "08", "3 4", "9(8)", "9" * 65, "9" * 40]
-)
+@pytest.mark.parametrize("expression", ["2**9", "3/4", "abs(3)", "3+", "", "08", "3 4", "9(8)", "9" * 65, "9" * 40])
 def test_calc_refuses(expression: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         calc(expression)
@@ -151,9 +145,7 @@ def test_transformers_loads_the_folder(hf_tokenizer: Any) -> None:
 
 @settings(deadline=None)
 @given(messages=conversations(), with_tools=st.booleans())
-def test_a_finished_turn_stays_a_prefix(
-    hf_tokenizer: Any, messages: list[Message], with_tools: bool
-) -> None:
+def test_a_finished_turn_stays_a_prefix(hf_tokenizer: Any, messages: list[Message], with_tools: bool) -> None:
     def render(upto: int, prompt: bool = False) -> str:
         return hf_tokenizer.apply_chat_template(
             messages[:upto],
@@ -198,10 +190,7 @@ def test_a_demonstration_trains_only_what_the_assistant_wrote(hf_tokenizer: Any)
 
 def test_the_careless_agent_earns_what_it_expects() -> None:
     agent, rng = CarelessAgent(), random.Random(0)
-    rewards = [
-        score(task, agent.demonstrate(task, rng)[-1]["content"])
-        for task in rng.choices(all_tasks(), k=5000)
-    ]
+    rewards = [score(task, agent.demonstrate(task, rng)[-1]["content"]) for task in rng.choices(all_tasks(), k=5000)]
     assert agent.expected_reward < sum(rewards) / 5000 < agent.expected_reward + 0.06 < 0.35
 
 
@@ -209,6 +198,7 @@ def test_a_few_steps_of_warm_up_lower_the_loss_and_leave_global_randomness(
     hf_tokenizer: Any,
 ) -> None:
     import torch
+
     from wingbeat.environments.calculator.model import WarmUpConfig, build_model, warm_up
 
     config = WarmUpConfig(round_steps=8, max_extra_rounds=0, check_episodes=8)
@@ -222,6 +212,7 @@ def test_a_few_steps_of_warm_up_lower_the_loss_and_leave_global_randomness(
 
 def test_the_sampler_plays_and_records_what_it_sampled(hf_tokenizer: Any) -> None:
     import torch
+
     from wingbeat.environments.calculator.model import build_model
     from wingbeat.environments.calculator.rollouts import Sampler
 
@@ -229,9 +220,7 @@ def test_the_sampler_plays_and_records_what_it_sampled(hf_tokenizer: Any) -> Non
     sampler = Sampler(model, hf_tokenizer, torch.Generator().manual_seed(0))
     for rollout in sampler.play(all_tasks()[:3]):
         logits = model(torch.tensor([rollout.token_ids[:-1]])).logits[0].log_softmax(-1)
-        for index, (sampled, logprob) in enumerate(
-            zip(rollout.sampled, rollout.logprobs, strict=True)
-        ):
+        for index, (sampled, logprob) in enumerate(zip(rollout.sampled, rollout.logprobs, strict=True)):
             if sampled:
                 expected = logits[index - 1, rollout.token_ids[index]].item()
                 assert logprob == pytest.approx(expected, abs=1e-4)

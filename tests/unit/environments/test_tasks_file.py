@@ -33,11 +33,11 @@ def write(folder: Path, text: str) -> Path:
 def test_both_splits_load(tmp_path: Path) -> None:
     loaded = load_tasks_file(write(tmp_path, GOOD))
     assert loaded.train[2] == Task("squares", "2", {"question": "2*2"})
-    assert [task.id for task in loaded.evaluation] == ["7"]
+    assert [task.id for task in loaded.eval] == ["7"]
 
 
 def test_eval_tasks_may_be_left_out(tmp_path: Path) -> None:
-    assert load_tasks_file(write(tmp_path, GOOD.replace("eval_tasks", "other"))).evaluation == ()
+    assert load_tasks_file(write(tmp_path, GOOD.replace("eval_tasks", "other"))).eval == ()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -57,6 +59,16 @@ def build(kind: str, seed: int = 0) -> Any:
         return BUILDERS[kind]().eval()
 
 
+def write_tokenizer(folder: Path) -> None:
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0", "eos_token": "w1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -72,16 +84,14 @@ def build_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A saved tiny model of a kind, with stand-in tokenizer files."""
+    """A saved tiny model of a kind, with a tokenizer of as many words."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp(kind)
             build(kind).save_pretrained(made[kind])
-            (made[kind] / "tokenizer.json").write_text('{"version": "1.0"}')
-            (made[kind] / "tokenizer_config.json").write_text("{}")
-            (made[kind] / "chat_template.jinja").write_text("{{ messages }}")
+            write_tokenizer(made[kind])
         return made[kind]
 
     return folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from wingbeat.core.config.schema import LoraConfig
 from wingbeat.core.errors import SetupError
@@ -42,6 +42,7 @@ def test_full_export(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "out").eval()
     assert torch.equal(model(input_ids=IDS).logits, _trained_logits(trainer))
     assert _names(tmp_path / "deep" / "out") >= {"config.json", "model.safetensors"} | TOKENIZER_FILES
+    assert AutoTokenizer.from_pretrained(tmp_path / "deep" / "out")("w3 w5")["input_ids"] == [3, 5]
     assert _names(tmp_path / "deep") == {"out"}, "nothing temporary is left"
 
 

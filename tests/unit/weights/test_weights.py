@@ -121,13 +121,15 @@ def test_a_version_made_again_gets_another_file(tmp_path: Path) -> None:
         assert not list((tmp_path / "w").iterdir())
 
 
-def test_a_new_publisher_sweeps_only_what_its_predecessor_left(tmp_path: Path) -> None:
-    _publish(_publisher(tmp_path))
+def test_a_new_publisher_adopts_what_its_predecessor_left(tmp_path: Path) -> None:
+    left = _publish(_publisher(tmp_path))
     other = _publish(_publisher(tmp_path, "solver-2"))
     notes = tmp_path / "solver-notes.txt"
     notes.write_text("mine")
     (tmp_path / f"solver-00000001-{'0' * 16}.safetensors.partial").write_bytes(b"half")
-    _publisher(tmp_path)
+    successor = _publisher(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {notes.name, Path(left.path).name, Path(other.path).name}
+    successor.release(left.version)
     assert {path.name for path in tmp_path.iterdir()} == {notes.name, Path(other.path).name}
 
 

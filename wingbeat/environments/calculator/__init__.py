@@ -1,4 +1,4 @@
-"""Two-digit arithmetic with a calculator tool: the task of `wingbeat demo`.
+"""One-digit arithmetic with a calculator tool: the task of `wingbeat demo`.
 
 Small enough that a 130,000-parameter model learns it by reinforcement in about a minute on two CPU
 cores, and still a whole agent task: several turns, a tool, an exact-match reward, held-out tasks.

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from wingbeat.environments.calculator.demonstrations import CarelessAgent, Message
-from wingbeat.environments.calculator.rollouts import Sampler
-from wingbeat.environments.calculator.tasks import CALC_TOOL, CalculatorTask, make_split
+from wingbeat.environments.calculator.rollouts import Sampler, render_ids
+from wingbeat.environments.calculator.tasks import CalculatorTask, make_split
 from wingbeat.environments.calculator.tokenizer import (
     END_TOKEN,
     MAX_MODEL_TOKENS,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class WarmUpConfig:
     """How the model imitates, and when it has imitated enough."""
 
-    agent: CarelessAgent = CarelessAgent()
+    agent: CarelessAgent = field(default_factory=CarelessAgent)
     learning_rate: float = 4e-3
     weight_decay: float = 0.0
     ramp_steps: int = 10
@@ -98,9 +98,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=eos, pad_token_id=pad, do_sample=True, temperature=1.0
-    )
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=True, temperature=1.0)
     return model.float()
 
 
@@ -127,10 +125,7 @@ def warm_up(
             ramp = min(1.0, (step + 1) / config.ramp_steps)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * ramp * min(1.0, 4 * (1 - step / num_steps))
-            batch = [
-                config.agent.demonstrate(rng.choice(tasks), rng)
-                for _ in range(config.num_episodes)
-            ]
+            batch = [config.agent.demonstrate(rng.choice(tasks), rng) for _ in range(config.num_episodes)]
             loss = imitation_loss(model, tokenizer, batch)
             optimizer.zero_grad()
             loss.backward()
@@ -171,8 +166,7 @@ def encode_demonstration(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
 ) -> tuple[list[int], list[bool]]:
     """An episode's tokens [T], and which of them [T] the assistant wrote."""
-    text = tokenizer.apply_chat_template(list(messages), tools=[CALC_TOOL], tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = render_ids(tokenizer, messages)
     start, assistant, end = tokenizer.convert_tokens_to_ids(
         [START_TOKEN, tokenizer.tokenize("assistant\n")[0], END_TOKEN]
     )
@@ -197,9 +191,7 @@ def write_model(folder: Path, seed: int) -> WarmUpStats:
     return stats
 
 
-def _sampled_reward(
-    sampler: Sampler, tasks: Sequence[CalculatorTask], rng: random.Random, num_episodes: int
-) -> float:
+def _sampled_reward(sampler: Sampler, tasks: Sequence[CalculatorTask], rng: random.Random, num_episodes: int) -> float:
     rollouts = sampler.play(rng.choices(tasks, k=num_episodes))
     return sum(rollout.reward for rollout in rollouts) / num_episodes
 

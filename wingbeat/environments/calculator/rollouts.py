@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
+from wingbeat.environments.calculator.demonstrations import Message
 from wingbeat.environments.calculator.tasks import CALC_TOOL, CalculatorTask, calc, score
 
 if TYPE_CHECKING:
@@ -71,33 +72,22 @@ class Sampler:
         return rollouts
 
     def _begin(self, task: CalculatorTask) -> Rollout:
-        prompt = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": task.question}],
-            tools=[CALC_TOOL],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        ids = self._encode(prompt)
+        ids = render_ids(self.tokenizer, [{"role": "user", "content": task.question}], add_generation_prompt=True)
         return Rollout(task, ids, [False] * len(ids), [0.0] * len(ids))
 
     def _render_observation(self, observation: str) -> list[int]:
         body = f"<|im_start|>tool\n<tool_response>{observation}</tool_response><|im_end|>"
-        return self._encode(f"\n{body}\n<|im_start|>assistant\n")
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode(self.tokenizer, f"\n{body}\n<|im_start|>assistant\n")
 
     def _sample_turn(self, rollouts: Sequence[Rollout]) -> list[str]:
         prompts = [rollout.token_ids for rollout in rollouts]
         token_ids_BT, logprobs_BT = self._decode(prompts)
         texts: list[str] = []
-        for rollout, ids, logprobs in zip(
-            rollouts, token_ids_BT.tolist(), logprobs_BT.tolist(), strict=True
-        ):
+        for rollout, ids, logprobs in zip(rollouts, token_ids_BT.tolist(), logprobs_BT.tolist(), strict=True):
             eos = self.tokenizer.eos_token_id
             end = ids.index(eos) + 1 if eos in ids else len(ids)
             rollout.append(ids[:end], logprobs[:end])
-            texts.append(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+            texts.append(str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)))
         return texts
 
     @torch.inference_mode()
@@ -130,6 +120,21 @@ class Sampler:
             input_BT, position_BT = token_B1, position_BT[:, -1:] + 1
             mask_BT = torch.cat([mask_BT, torch.ones_like(token_B1)], dim=1)
         return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1)
+
+
+def render_ids(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> list[int]:
+    """A conversation's tokens [T], with the calculator as its tool."""
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=[CALC_TOOL], add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    return encode(tokenizer, str(text))
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Tokens [T] of a text, nothing added."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def parse_call(text: str) -> str | None:

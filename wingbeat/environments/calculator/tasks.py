@@ -66,12 +66,7 @@ class CalculatorTask:
 
 def all_tasks() -> tuple[CalculatorTask, ...]:
     """Every task, in a fixed order: operation, then left and right digit."""
-    return tuple(
-        _task(word, left, right)
-        for word in OPERATORS
-        for left in range(10)
-        for right in range(10)
-    )
+    return tuple(_task(word, left, right) for word in OPERATORS for left in range(10) for right in range(10))
 
 
 def make_split(seed: int) -> tuple[tuple[CalculatorTask, ...], tuple[CalculatorTask, ...]]:
@@ -125,9 +120,7 @@ def best_constant(tasks: Sequence[CalculatorTask]) -> tuple[str, float]:
     """
     if not tasks:
         raise ValueError("expected at least one task, got none")
-    answer, count = min(
-        Counter(task.answer for task in tasks).items(), key=lambda item: (-item[1], item[0])
-    )
+    answer, count = min(Counter(task.answer for task in tasks).items(), key=lambda item: (-item[1], item[0]))
     return answer, count / len(tasks)
 
 

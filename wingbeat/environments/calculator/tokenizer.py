@@ -9,6 +9,7 @@ A newline ends its pre-token, so `assistant\\n` is always the same token, whatev
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -102,9 +103,7 @@ def build_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(PHRASES, trainer=trainer)
-    tokenizer.add_tokens(
-        [AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS]
-    )
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
     return tokenizer
 
 
@@ -125,5 +124,5 @@ def write_tokenizer(folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", config)
 
 
-def _write_json(path: Path, value: dict[str, object]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

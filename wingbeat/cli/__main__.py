@@ -1,0 +1,5 @@
+"""``python -m wingbeat.cli`` is ``wingbeat``."""
+
+from wingbeat.cli.main import main
+
+main()

@@ -1,0 +1,89 @@
+"""The ``wingbeat`` command: thin commands over the packages below, which load only when they run.
+
+Faults that the user can fix end with one line on standard error: exit code 2 for this machine or the
+configuration (SetupError), 1 for what a server answered.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from wingbeat import __version__
+from wingbeat.cli.doctor import doctor
+from wingbeat.cli.evaluate import evaluate
+from wingbeat.cli.init import init
+from wingbeat.cli.rollout import rollout
+from wingbeat.cli.run import serve, train
+from wingbeat.core.errors import SetupError, WingbeatError
+
+
+class OneLineErrors(TyperGroup):
+    """Reports our own errors as ``error: ...`` without a traceback; anything else is a bug and shows its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WingbeatError as error:
+            typer.echo(f"error: {' '.join(error.message.split())}", err=True)
+            raise typer.Exit(error.exit_code if isinstance(error, SetupError) else 1) from error
+
+
+app = typer.Typer(
+    name="wingbeat",
+    cls=OneLineErrors,
+    help="Reinforcement learning of LLM agents: a server trains, any OpenAI-compatible agent learns.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_OVERRIDABLE = {"ignore_unknown_options": True}
+
+app.command(context_settings=_OVERRIDABLE)(serve)
+app.command(context_settings=_OVERRIDABLE)(train)
+app.command()(init)
+app.command()(rollout)
+app.command(name="eval")(evaluate)
+app.command()(doctor)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seeds everything.")] = 0,
+    control: Annotated[
+        str, typer.Option(help="A negative control: none, lr0 or shuffled-advantages (nothing should be learnt).")
+    ] = "none",
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    directory: Annotated[Path, typer.Option("--dir", help="Where to make the run directory.")] = Path("runs"),
+) -> None:
+    """Teach a small agent to use a calculator, on this machine, in minutes."""
+    from wingbeat.cli.demo import run_demo
+
+    run_demo(seed=seed, control=control, json_output=json_output, directory=directory)
+
+
+@app.command()
+def inspect(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    episode: Annotated[str | None, typer.Argument(help="An episode id, to see its tokens.")] = None,
+) -> None:
+    """Show a run, or one episode of it token by token."""
+    from wingbeat.cli.inspect import run_inspect
+
+    run_inspect(run_dir, episode)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(app())
