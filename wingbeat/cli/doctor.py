@@ -49,9 +49,11 @@ OPTIONAL_PACKAGES = {
     "reasoning-gym": ("reasoning-gym tasks", "pip install 'wingbeat[environments]'"),
 }
 
+DEFAULT_PORT = ServerConfig().port
 MIN_SHARED_BYTES = 256 * 2**20
 """Trainers publish weights there; containers often have 64 MiB."""
 MODEL_SUFFIXES = (".gguf", ".safetensors")
+"""Anywhere in a file's name: big files come in parts."""
 TORCH_TIMEOUT_S = 120.0
 
 _ASK_TORCH = """
@@ -87,9 +89,7 @@ class Finding:
 
 
 def doctor(
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="The port that the server would take.")
-    ] = ServerConfig().port,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port that a server would take.")] = DEFAULT_PORT,
     json_output: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine and say what to do; exits with 1 if something must be fixed."""
@@ -209,7 +209,7 @@ def check_models() -> Finding:
         {
             str(distribution.metadata["Name"])
             for distribution in metadata.distributions()
-            if any(file.suffix in MODEL_SUFFIXES for file in distribution.files or ())
+            if any(suffix in file.name for file in distribution.files or () for suffix in MODEL_SUFFIXES)
         }
     )
     if found:

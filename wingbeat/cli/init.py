@@ -12,9 +12,11 @@ from string import Template
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
+from wingbeat.core.config import DataflowConfig, TrainerConfig
 from wingbeat.core.errors import SetupError
-from wingbeat.environments.calculator import DEMO_PRESET
+from wingbeat.environments.calculator import DEMO_PRESET, DemoPreset
 
 FILES = ("agent.py", "tasks.py", "config.toml", "README.md")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -22,44 +24,46 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def init(name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")]) -> None:
     """Make a folder with an agent, its tasks and a configuration that trains within minutes."""
-    scaffold(name, preset=asdict(DEMO_PRESET))
+    scaffold(name, preset=DEMO_PRESET)
     typer.echo(f"made {name}: {', '.join(FILES)}\nnext: cd {name} && wingbeat train config.toml")
 
 
-def scaffold(folder: Path, *, preset: Mapping[str, Any]) -> None:
-    """Write the files of a new project; ``preset`` are the settings that teach the built-in model.
+def scaffold(folder: Path, *, preset: DemoPreset) -> None:
+    """Write the files of a new project; ``preset`` holds the settings that teach the built-in model.
 
     Never overwrites.  Raises SetupError if the folder holds anything or cannot be written.
     """
     title = folder.absolute().name
+    texts = {
+        file: _fill(file, files("wingbeat.cli.scaffold").joinpath(file).read_text("utf-8"), title=title, preset=preset)
+        for file in FILES
+    }
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise SetupError(
-                f"expected a new or empty folder, got {folder}, which holds something; choose another name"
-            )
+            raise SetupError(f"expected a new or empty folder, got {folder} with something in it; choose another name")
         folder.mkdir(parents=True, exist_ok=True)
-        for file in FILES:
-            text = files("wingbeat.cli.scaffold").joinpath(file).read_text(encoding="utf-8")
-            (folder / file).write_text(_fill(file, text, title=title, preset=preset), encoding="utf-8")
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SetupError(f"cannot write {folder}: {error}") from error
 
 
-def _fill(file: str, text: str, *, title: str, preset: Mapping[str, Any]) -> str:
+def _fill(file: str, text: str, *, title: str, preset: DemoPreset) -> str:
     if file == "README.md":
         return Template(text).substitute(title=title)
     if file != "config.toml":
         return text
-    run_name = title if _RUN_NAME.fullmatch(title) else "run"
-    return fill_toml(text, {**preset, "name": run_name})
+    known = asdict(preset)
+    return Template(text).substitute(
+        name=json.dumps(title if _RUN_NAME.fullmatch(title) else "run"),
+        steps=json.dumps(preset.steps),
+        temperature=json.dumps(preset.temperature),
+        trainer=_settings(TrainerConfig, known),
+        dataflow=_settings(DataflowConfig, known),
+    )
 
 
-def fill_toml(template: str, values: Mapping[str, Any]) -> str:
-    """A TOML template with each ``$key`` as a TOML value; lines whose value is None are left out."""
-    kept = [line for line in template.splitlines(keepends=True) if not _is_unset(line, values)]
-    return Template("".join(kept)).substitute({key: json.dumps(value) for key, value in values.items()})
-
-
-def _is_unset(line: str, values: Mapping[str, Any]) -> bool:
-    _, separator, key = line.strip().partition("= $")
-    return bool(separator) and values.get(key, "") is None
+def _settings(section: type[BaseModel], known: Mapping[str, Any]) -> str:
+    """The lines of a section for the settings that a preset has (TOML's values here are also JSON's)."""
+    found = {key: known[key] for key in section.model_fields if known.get(key) is not None}
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.items())

@@ -125,7 +125,7 @@ class Transport:
             if delay is None:
                 raise result.error
             if attempt == 0:
-                logger.info("%s: %s; trying again", call.where, result.error.message)
+                logger.warning("%s; trying again", result.error.message)
             attempt += 1
             await asyncio.sleep(delay)
 
@@ -150,7 +150,8 @@ class Transport:
         return _Failure(error, may_have_acted=response.status not in (429, 503), retry_after_s=retry_after_s)
 
     def _unreachable(self, call: Call, error: BaseException) -> UnavailableError:
-        reason = str(error) or type(error).__name__
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         return UnavailableError(
             f"{call.where}: expected a Wingbeat server at {self.url}, got {reason}; is `wingbeat serve` running there?"
         )

@@ -111,6 +111,15 @@ class LedgerReader:
                 for row in rows
             )
 
+    def recent_episodes(self, limit: int) -> tuple[str, ...]:
+        """Ids of the episodes that finished last, newest first."""
+        rows = self._rows(
+            """SELECT episode_id FROM episodes WHERE state = 'finished'
+            GROUP BY episode_id ORDER BY MAX(finished_s) DESC LIMIT ?""",
+            (limit,),
+        )
+        return tuple(row["episode_id"] for row in rows)
+
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """Groups that had not closed, oldest first, with their finished members and used-up attempts."""
         with self._snapshot() as connection:

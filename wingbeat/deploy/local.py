@@ -48,6 +48,30 @@ def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) 
     raise SetupError(f"too many runs named {config.run.name} started in this second; try again")
 
 
+def absolute_paths(config: Config, config_dir: Path) -> Config:
+    """The same configuration with every local path absolute, so that a run resumes from any folder."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str((config_dir / path).absolute())
+
+    policies = {
+        name: policy.model_copy(
+            update={
+                "model": absolute(policy.model) if (config_dir / policy.model).exists() else policy.model,
+                "chat_template": absolute(policy.chat_template),
+            }
+        )
+        for name, policy in config.policies.items()
+    }
+    return config.model_copy(
+        update={
+            "policies": policies,
+            "tasks": config.tasks.model_copy(update={"file": absolute(config.tasks.file)}),
+            "agent": config.agent.model_copy(update={"path": absolute(config.agent.path)}),
+        }
+    )
+
+
 class Supervisor:
     """Starts and watches all processes of one server; an async context manager."""
 
@@ -227,6 +251,7 @@ def run_server(
 
 async def _serve(config: Config, config_dir: Path, resume: Path | None, on_ready: Callable[[Supervisor], None]) -> None:
     stop = stop_event()
+    config = absolute_paths(config, config_dir)
     run_dir = resume or make_run_dir(config)
     async with Supervisor(config, run_dir=run_dir, config_dir=config_dir) as supervisor:
         on_ready(supervisor)

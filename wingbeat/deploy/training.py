@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
-from wingbeat.deploy.local import Supervisor, make_run_dir, stop_event
+from wingbeat.deploy.local import Supervisor, absolute_paths, make_run_dir, stop_event
 from wingbeat.environments.registry import make_environment
 from wingbeat.environments.tasks_file import load_tasks_file
 
@@ -60,6 +60,7 @@ def run_plan(plan: TrainingPlan) -> TrainingResult:
 
 async def _run(plan: TrainingPlan) -> TrainingResult:
     started = time.monotonic()
+    plan = replace(plan, config=absolute_paths(plan.config, plan.config_dir))
     tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
     agent = agent_path(plan.config, plan.config_dir)
     stop = stop_event()

@@ -147,7 +147,7 @@ class Control:
     def _host(self, name: str, model: Path) -> PolicyHost:
         config, dataflow = self.config.policies[name], self.config.dataflow
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
-        algorithm_needs_full = config.trainer.algorithm == "dapo"
+        algorithm = config.trainer.algorithm
         return PolicyHost(
             PolicySpec(
                 name=name,
@@ -160,8 +160,9 @@ class Control:
                 name,
                 groups_per_step=dataflow.groups_per_step,
                 max_staleness=dataflow.max_staleness,
-                drop_zero_variance=dataflow.drop_zero_variance,
-                dynamic_sampling=dataflow.dynamic_sampling or algorithm_needs_full,
+                # equal rewards still carry a gradient where there is no baseline
+                drop_zero_variance=dataflow.drop_zero_variance and algorithm != "reinforce",
+                dynamic_sampling=dataflow.dynamic_sampling or algorithm == "dapo",
             ),
             gate=StalenessGate(max_staleness=dataflow.max_staleness, groups_per_step=dataflow.groups_per_step),
             context=HostContext(

@@ -48,7 +48,7 @@ class EpisodeState(StrEnum):
 
 TRANSITIONS: Mapping[EpisodeState, frozenset[EpisodeState]] = {
     EpisodeState.OPEN: frozenset({EpisodeState.CLOSING, EpisodeState.ABORTED, EpisodeState.LOST}),
-    EpisodeState.CLOSING: frozenset({EpisodeState.FINISHED, EpisodeState.OPEN, EpisodeState.LOST}),
+    EpisodeState.CLOSING: frozenset({EpisodeState.FINISHED}),
     EpisodeState.LOST: frozenset({EpisodeState.CLOSING, EpisodeState.SUPERSEDED, EpisodeState.ABORTED}),
     EpisodeState.FINISHED: frozenset(),
     EpisodeState.ABORTED: frozenset({EpisodeState.SUPERSEDED}),
@@ -80,6 +80,8 @@ class OpenEpisode:
     """(policy, agent) pairs of which a turn ended for length."""
     outcome: Outcome | None = None
     finish_digest: str = ""
+    finishing: asyncio.Task[FinishReply] | None = None
+    """The write that makes the finish durable; repeats wait for it, too."""
     finish_reply: FinishReply | None = None
     turn_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -89,7 +91,7 @@ class OpenEpisode:
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(turn.sampled) for turn in self.graph.turns)
+        return self.graph.num_sampled_tokens
 
     def new_turn_id(self) -> str:
         """Response ids are unique over the server: clients key on them."""

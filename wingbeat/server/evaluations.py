@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -38,7 +38,6 @@ class Evaluations:
         self._parts = parts
         self._all: dict[str, Evaluation] = {}
         self._pins: dict[str, list[tuple[PolicyHost, int]]] = {}
-        self._ids = itertools.count()
 
     @property
     def running(self) -> list[Evaluation]:
@@ -58,7 +57,7 @@ class Evaluations:
             )
         tasks = self._parts.dealer.eval_tasks(request.source)[: request.max_tasks]
         team = [(h, h.version) for h in self._parts.policies.values() if h is not host]
-        evaluation_id = f"{request.name}-{next(self._ids)}-{host.name}-{version}"
+        evaluation_id = f"{request.name}-{host.name}-{version}-{secrets.token_hex(3)}"
         spec = EvaluationSpec(
             id=evaluation_id,
             policy=host.name,

@@ -63,25 +63,33 @@ class Finishing:
         Raises InvalidReward (nothing changes), EpisodeClosed or ConflictError.
         """
         digest = finish_digest(request)
-        if episode.state in (EpisodeState.CLOSING, EpisodeState.FINISHED):
-            return await self._repeat(episode, digest)
+        if episode.finishing is not None:
+            if digest != episode.finish_digest:
+                raise IdempotencyConflict(
+                    f"episode {episode.episode_id} attempt {episode.attempt} finished with another body;"
+                    " the first counts"
+                )
+            return await asyncio.shield(episode.finishing)
         if episode.state not in (EpisodeState.OPEN, EpisodeState.LOST):
             if episode.state is EpisodeState.SUPERSEDED:
                 self._parts.metrics.late_finishes.inc()
             raise EpisodeClosed(
                 f"episode {episode.episode_id} attempt {episode.attempt} is {episode.state}; its finish cannot count"
             )
-        _cancel_calls(episode)
         record = self._record(episode, request, digest)
-        before = episode.state
+        # The book first: whatever happens to the group while the ledger writes, comes after this finish there, too.
+        self._parts.book.finish(episode.episode_id, episode.attempt, record)
         episode.become(EpisodeState.CLOSING)
         episode.finish_digest = digest
-        try:
-            await asyncio.wrap_future(self._parts.ledger.record_finish(record))
-            self._parts.book.finish(episode.episode_id, episode.attempt, record)
-        except BaseException:
-            episode.state = before
-            raise
+        _cancel_calls(episode)
+        episode.finishing = asyncio.create_task(self._write(episode, record), name=f"finish-{episode.episode_id}")
+        return await asyncio.shield(episode.finishing)  # a caller that hangs up does not undo its finish
+
+    async def _write(self, episode: OpenEpisode, record: EpisodeRecord) -> FinishReply:
+        """Make the finish durable, then let the episode go."""
+        write = self._parts.ledger.record_finish(record)
+        self._parts.watch(write)
+        await asyncio.wrap_future(write)
         reply = FinishReply(
             episode_id=episode.episode_id,
             attempt=episode.attempt,
@@ -90,24 +98,13 @@ class Finishing:
             num_sampled_tokens=episode.num_sampled,
         )
         episode.finish_reply = reply
-        self._ended(episode, EpisodeState.FINISHED, request.outcome)
-        if episode.split is Split.TRAIN and request.outcome is Outcome.AGENT:
+        if episode.split is Split.TRAIN and record.outcome is Outcome.AGENT:
             self.num_finished_train += 1
             for policy in episode.policies:
                 if policy in record.rewards:
                     self.rewards_seen.setdefault(policy, []).append(record.rewards[policy])
+        self._ended(episode, EpisodeState.FINISHED, record.outcome)
         return reply
-
-    async def _repeat(self, episode: OpenEpisode, digest: str) -> FinishReply:
-        if digest != episode.finish_digest:
-            raise IdempotencyConflict(
-                f"episode {episode.episode_id} attempt {episode.attempt} finished with another body; the first counts"
-            )
-        while episode.finish_reply is None:
-            await self._parts.changed.wait(1.0)
-            if episode.state not in (EpisodeState.CLOSING, EpisodeState.FINISHED):
-                raise EpisodeClosed(f"episode {episode.episode_id}: the first finish failed; send it again")
-        return episode.finish_reply
 
     def abort(self, episode: OpenEpisode, request: AbortRequest) -> None:
         """End an attempt that must not count; its slot reopens.  Repeats are harmless."""

@@ -20,7 +20,7 @@ from wingbeat.core.errors import ContextOverflow, UnknownPolicy, UnsupportedFiel
 from wingbeat.core.types import FinishReason, SamplingParams, Split
 from wingbeat.server.chat import ChatCall
 from wingbeat.server.engines import EnginePool
-from wingbeat.server.episodes import OpenEpisode
+from wingbeat.server.episodes import EpisodeState, OpenEpisode
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.text import Generated, TextStream
@@ -186,7 +186,7 @@ class Gateway:
                 yield TextDelta(index, turn_id, rest)
             yield choice
         finally:
-            if not committed and generated.token_ids:
+            if not committed and generated.token_ids and episode.state is EpisodeState.OPEN:
                 generated.finish = FinishReason.ABORT
                 self._commit(episode, prepared, index, turn_id, generated, text)
 

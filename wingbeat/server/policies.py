@@ -40,6 +40,7 @@ from wingbeat.core.worker_protocol import (
 )
 from wingbeat.dataflow.buffer import BatchDraft, PolicyBuffer
 from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.operators import has_zero_variance
 from wingbeat.dataflow.records import ReadyGroup
 from wingbeat.dataflow.staleness import StalenessGate
 from wingbeat.server.engines import EnginePool
@@ -118,7 +119,8 @@ class PolicyHost:
         self._step_done: asyncio.Future[StepDone] | None = None
         self._exports: dict[str, asyncio.Future[Exported]] = {}
         self._checkpoints: dict[int, asyncio.Future[CheckpointSaved]] = {}
-        self._pending: TrainingBatch | None = None
+        self._in_step = False
+        """From the moment a batch left the buffer until its version counts."""
         self._waiting_since: float | None = None
         if not self.config.trainable:
             self._adopt(base_manifest(spec, self.version))
@@ -189,7 +191,7 @@ class PolicyHost:
         exact = self.manifest is None or self.manifest.checksum == message.manifest.checksum
         self._context.events.emit("replayed", policy=self.name, step=message.step, exact=exact)
         self._adopt(message.manifest)
-        if self._pending is None:
+        if not self._in_step:
             self.state = TrainerState.READY
             self._context.changed.notify()
 
@@ -223,11 +225,7 @@ class PolicyHost:
 
     def add_group(self, group: ReadyGroup) -> None:
         """A group of this policy closed."""
-        baselines: dict[str, set[float]] = {}
-        for member in group.members:
-            baselines.setdefault(member.agent, set()).add(member.reward)
-        all_equal = all(len(rewards) == 1 for rewards in baselines.values())
-        self.equal_groups = self.equal_groups + 1 if all_equal else 0
+        self.equal_groups = self.equal_groups + 1 if has_zero_variance(group) else 0
         self.buffer.add(group)
 
     # --- the step loop ------------------------------------------------------------------------
@@ -249,6 +247,7 @@ class PolicyHost:
                 draft = self.buffer.take(self.version)
                 if draft is not None:
                     self._waiting_since = None
+                    self._in_step = True
                     return draft
             await self._context.changed.wait(1.0 if self._waiting_since is not None else None)
 
@@ -260,7 +259,7 @@ class PolicyHost:
         if self.complete:
             return True
         floors = [*self._running_floors(self.name), *self.buffer.floors()]
-        next_version = self.version + (self._pending is not None)
+        next_version = self.version + self._in_step
         if len(floors) >= (self._context.total_steps - next_version) * self._gate.groups_per_step:
             return False
         return self._gate.may_admit(floors, version=next_version, floor=self.lowest_version())
@@ -300,7 +299,7 @@ class PolicyHost:
 
     async def _train(self, batch: TrainingBatch) -> StepDone:
         """Take the step; without a trainer at hand, its successor is sent the batch from the ledger."""
-        self._pending = batch
+        self._in_step = True
         self._step_done = asyncio.get_running_loop().create_future()
         self._context.overlap.training(+1)
         try:
@@ -310,11 +309,11 @@ class PolicyHost:
             return await self._step_done
         finally:
             self._context.overlap.training(-1)
-            self._pending = None
 
     async def _account(self, done: StepDone) -> None:
         """The step counts: version, weights, ledger, metrics."""
         self.version = done.step
+        self._in_step = False
         self.state = TrainerState.READY
         self._adopt(done.manifest)
         self.trained_tokens += int(done.metrics.get("trained_tokens", 0))

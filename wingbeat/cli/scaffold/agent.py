@@ -5,15 +5,18 @@ Any framework will do, as long as it calls an OpenAI-compatible URL: use `episod
 """
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionToolParam
 
 import wingbeat
 from wingbeat.environments.calculator import CALC_TOOL, calc
 
-MAX_TURNS = 3
-MAX_TURN_TOKENS = 24
+MAX_TURNS = 2  # one tool call and one answer
+MAX_TURN_TOKENS = 16
+
+TOOLS = [cast(ChatCompletionToolParam, CALC_TOOL)]
 
 # One pool of connections for all episodes; each episode brings its own address and key.
 CONNECTIONS = AsyncOpenAI(base_url="http://set.by.each.episode", api_key="set by each episode")
@@ -26,7 +29,7 @@ async def solve(episode: wingbeat.Episode) -> float:
     messages: list[Any] = [{"role": "user", "content": episode.task.payload["question"]}]
     for _ in range(MAX_TURNS):
         reply = await client.chat.completions.create(
-            model=episode.model, messages=messages, tools=[CALC_TOOL], max_tokens=MAX_TURN_TOKENS
+            model=episode.model, messages=messages, tools=TOOLS, max_tokens=MAX_TURN_TOKENS
         )
         message = reply.choices[0].message
         if not message.tool_calls:

@@ -140,11 +140,8 @@ class ForwardStep:
         if window not in call.masks:
             call.masks[window] = self._mask(call, window, query_THD.dtype)
         first_key, mask, causal = call.masks[window]
-        stop = call.start + span * call.size
-        keys, values = (
-            t[:, call.start : stop].unflatten(1, (span, call.size))[:, :, first_key : call.run.length].transpose(0, 1)
-            for t in (self._store.keys[layer], self._store.values[layer])
-        )
+        keys = self._view(self._store.keys[layer], call, first_key)
+        values = self._view(self._store.values[layer], call, first_key)
         query = query_THD[call.tokens] if call.gather_NQ is None else query_THD[call.gather_NQ]
         heads = query_THD.shape[1]
         groups = heads // spec.kv_heads
@@ -157,6 +154,13 @@ class ForwardStep:
             out = _attend_many(query_NHQD, keys, values, mask=mask, causal=causal, scaling=scaling)
             out = out.transpose(1, 2).reshape(span * queries, heads, -1)
         return out if call.take is None else out[call.take]
+
+    def _view(self, pool_KPD: Tensor, call: Call, first_key: int) -> Tensor:
+        """The call's rows [N, K, W, D] where they lie, without a copy."""
+        kv_heads, tokens, size = pool_KPD.shape
+        shape = (call.run.span, kv_heads, call.run.length - first_key, size)
+        strides = (call.size * size, tokens * size, size, 1)
+        return pool_KPD.as_strided(shape, strides, (call.start + first_key) * size)
 
     def _mask(self, call: Call, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
         """A query at position p sees keys in (p - window, p]; holes and padding see what their stand-in sees."""

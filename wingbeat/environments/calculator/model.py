@@ -54,8 +54,8 @@ class WarmUpConfig:
     the model's error rates swing from step to step, and so would the reward it starts RL with."""
 
     extra_round_steps: int = 120
-    max_extra_rounds: int = 3
-    min_reward: float = 0.225
+    max_extra_rounds: int = 2
+    min_reward: float = 0.2
     """Another round follows while the sampled reward on training tasks is below this."""
 
     check_episodes: int = 512

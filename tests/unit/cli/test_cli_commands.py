@@ -1,0 +1,164 @@
+"""Commands through the shipped application: help, configuration, projects, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from wingbeat import __version__
+from wingbeat.cli.init import scaffold
+from wingbeat.cli.main import app
+from wingbeat.client import load_agent
+from wingbeat.core.config import load_config
+from wingbeat.core.errors import SetupError
+from wingbeat.environments import load_tasks_file
+from wingbeat.environments.calculator import DEMO_PRESET
+
+MINIMAL = '[policies.solver]\nmodel = "builtin:calculator"\n'
+
+
+@pytest.fixture
+def cli() -> CliRunner:
+    return CliRunner()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_version_and_help(cli: CliRunner) -> None:
+    assert cli.invoke(app, ["version"]).output.strip() == __version__
+    listed = cli.invoke(app, ["--help"]).output
+    for command in ("demo", "init", "serve", "train", "rollout", "eval", "inspect", "doctor", "version"):
+        assert command in listed
+        done = cli.invoke(app, [command, "--help"])
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+@pytest.mark.parametrize("order", ["after", "before", "between"])
+def test_dry_run_prints_what_would_run(cli: CliRunner, config: Path, command: str, order: str) -> None:
+    overrides = ["--run.steps=7", "--policies.solver.trainer.learning-rate=0.5"]
+    arguments = {
+        "after": [str(config), *overrides, "--dry-run"],
+        "before": ["--dry-run", *overrides, str(config)],
+        "between": [overrides[0], str(config), "--dry-run", overrides[1]],
+    }[order]
+    done = cli.invoke(app, [command, *arguments])
+    assert done.exit_code == 0, done.output
+    printed = tomllib.loads(done.output)
+    assert printed["run"]["steps"] == 7
+    assert printed["policies"]["solver"]["trainer"]["learning_rate"] == 0.5
+    again = config.with_name("again.toml")
+    again.write_text(done.output)
+    assert load_config(again) == load_config(config, overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["CONFIG", "--run.stpes=7"], "did you mean 'steps'?"),
+        (["CONFIG", "--run.steps", "7"], "expected one configuration file"),
+        (["CONFIG", "-x"], "--section.key=value"),
+        (["CONFIG", "CONFIG"], "expected one configuration file"),
+        (["nothing.toml"], "wingbeat init"),
+        ([], "policies"),
+        (["--resume", "nowhere"], "config.toml"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_configuration_faults_are_one_line(
+    cli: CliRunner, config: Path, command: str, arguments: list[str], says: str
+) -> None:
+    done = cli.invoke(app, [command, *(str(config) if a == "CONFIG" else a for a in arguments), "--dry-run"])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+def test_resume_reads_the_run_s_configuration(cli: CliRunner, config: Path) -> None:
+    done = cli.invoke(app, ["train", "--resume", str(config.parent), "--dry-run"])
+    assert tomllib.loads(done.output)["policies"]["solver"]["model"] == "builtin:calculator"
+
+
+def test_init_makes_a_project_that_loads(cli: CliRunner, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    project = tmp_path / "my-agent"
+    done = cli.invoke(app, ["init", str(project)])
+    assert done.exit_code == 0, done.output
+    assert f"cd {project} && wingbeat train config.toml" in done.output
+    config = load_config(project / "config.toml")
+    assert config.run.name == "my-agent"
+    assert config.run.steps == DEMO_PRESET.steps
+    assert config.policies["solver"].model == "builtin:calculator"
+    assert config.policies["solver"].trainer.learning_rate == DEMO_PRESET.learning_rate
+    assert config.dataflow.group_size == DEMO_PRESET.group_size
+    assert (config.agent.path, config.tasks.file) == ("agent.py", "tasks.py")
+    assert load_agent(str(project / "agent.py")).name == "solve"
+    tasks = load_tasks_file(project / "tasks.py")
+    assert (len(tasks.train), len(tasks.eval)) == (195, 105)
+    assert (project / "README.md").read_text().startswith("# my-agent\n")
+    assert cli.invoke(app, ["train", str(project / "config.toml"), "--dry-run"]).exit_code == 0
+
+
+def test_init_never_overwrites(cli: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    done = cli.invoke(app, ["init", str(tmp_path)])
+    assert (done.exit_code, sorted(path.name for path in tmp_path.iterdir())) == (2, ["notes.txt"])
+    assert "new or empty folder" in done.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert cli.invoke(app, ["init", str(empty)]).exit_code == 0
+
+
+def test_odd_folder_names_still_give_a_valid_run_name(tmp_path: Path) -> None:
+    scaffold(tmp_path / "my agent!", preset=DEMO_PRESET)
+    assert load_config(tmp_path / "my agent!" / "config.toml").run.name == "run"
+
+
+def test_init_tells_what_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot write"):
+        scaffold(tmp_path / "file" / "project", preset=DEMO_PRESET)
+
+
+def test_rollout_tells_faults_of_the_agent_file(cli: CliRunner, tmp_path: Path) -> None:
+    done = cli.invoke(app, ["rollout", str(tmp_path / "agent.py")])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: expected the agent file")
+
+
+def test_eval_without_a_server_is_one_line(cli: CliRunner, unused_tcp_port: int) -> None:
+    done = cli.invoke(app, ["eval", "--server", f"localhost:{unused_tcp_port}"])
+    assert done.exit_code == 1
+    assert "expected a server URL" in done.stderr
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "wingbeat.cli", "train", "nothing.toml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no configuration file")
+    assert "Traceback" not in done.stderr
+
+
+def test_commands_load_nothing_heavy() -> None:
+    code = (
+        "import sys, json, wingbeat.cli.main\n"
+        "names = ('torch', 'transformers', 'openai', 'numpy', 'fastapi', 'reasoning_gym')\n"
+        "sys.stdout.write(json.dumps([name for name in names if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
