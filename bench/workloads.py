@@ -54,9 +54,7 @@ def useful_tokens(episodes: list[Episode]) -> int:
 def equal_workload(count: int, *, seed: int) -> list[Episode]:
     """Single-turn requests of one length with nothing in common."""
     rng = random.Random(seed)
-    return [
-        Episode(f"equal-{i}", _tokens(rng, EQUAL_PROMPT_TOKENS), (EQUAL_SAMPLED_TOKENS,), ()) for i in range(count)
-    ]
+    return [Episode(f"equal-{i}", _tokens(rng, EQUAL_PROMPT_TOKENS), (EQUAL_SAMPLED_TOKENS,), ()) for i in range(count)]
 
 
 def trace_workload(count: int, *, seed: int) -> list[Episode]:

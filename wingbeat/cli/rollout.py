@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
-from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts
+from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts, set_up_logging
 from wingbeat.core.types import Split
 
 
@@ -30,8 +30,7 @@ def rollout(
     Waits for a server that is away. Ctrl-C lets running episodes end; a second one aborts them.
     """
     level = logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    set_up_logging(level)
     options = RunnerOptions(grace_s=grace_s, splits=tuple(split or Split), max_episodes=max_episodes)
     plan = RolloutPlan(
         agent=agent,

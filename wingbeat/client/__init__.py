@@ -14,7 +14,7 @@ Light by rule: importing it loads aiohttp, orjson and pydantic, and never torch 
 
 from wingbeat.client.agents import Agent, agent, load_agent
 from wingbeat.client.episode import Episode
-from wingbeat.client.processes import RolloutPlan, run_rollouts
+from wingbeat.client.processes import RolloutPlan, run_rollouts, set_up_logging
 from wingbeat.client.runner import EpisodeEnd, Runner, RunnerOptions, RunnerStats
 from wingbeat.client.swarm import AsyncSwarm, BeginOptions
 from wingbeat.client.sync import Swarm, SyncEpisode
@@ -34,4 +34,5 @@ __all__ = [
     "agent",
     "load_agent",
     "run_rollouts",
+    "set_up_logging",
 ]

@@ -66,6 +66,16 @@ def run_rollouts(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | No
     return _run_children(plan)
 
 
+def set_up_logging(level: int) -> None:
+    """Log to standard error, as the programs that run agents do; never called by the library itself.
+
+    The HTTP libraries of the usual SDKs log a line per model call, which would bury everything else.
+    """
+    logging.basicConfig(level=level, format="%(asctime)s %(process)d %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run``, on uvloop where it is installed."""
     uvloop = importlib.import_module("uvloop") if importlib.util.find_spec("uvloop") else None
@@ -152,6 +162,6 @@ def _forward_signals(children: list[_Child]) -> Iterator[None]:
 
 def _child_main(plan: RolloutPlan, sender: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=plan.log_level, format="%(process)d %(levelname)s %(message)s")
+    set_up_logging(plan.log_level)
     sender.send(run_async(_run(plan, signals=(signal.SIGTERM,))))
     sender.close()

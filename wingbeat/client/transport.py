@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -64,7 +65,8 @@ class Transport:
     def __init__(
         self, url: str, *, key: str | None, timeout_s: float, retry: RetryPolicy, rng: random.Random | None = None
     ) -> None:
-        if not url.startswith(("http://", "https://")):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(f"expected a server URL like http://127.0.0.1:8321, got {url!r}", param="url")
         self.url = url.rstrip("/")
         self.key = key

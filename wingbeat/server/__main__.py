@@ -82,6 +82,8 @@ async def serve(launch: Launch, worker_key: str) -> None:
     control.on_stop = lambda: setattr(server, "should_exit", True)
     write_atomically(launch.run_dir / "server.json", json.dumps(where).encode())
     await server.serve(sockets=[listener])
+    if control.error is not None:
+        raise RuntimeError("control failed; the log above says why") from control.error
 
 
 def main() -> None:

@@ -193,8 +193,9 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.stopping = True
-        self.hub.shutdown("control stops")
-        await self.hub.flush(2.0)
+        if self.error is None:  # else the workers wait for control's successor
+            self.hub.shutdown("control stops")
+            await self.hub.flush(2.0)
         if self._tasks is not None:
             self._tasks.cancel()
             await asyncio.gather(self._tasks, return_exceptions=True)
@@ -215,8 +216,14 @@ class Control:
 
     def _ledger_failed(self, error: BaseException) -> None:
         logger.error("a ledger write failed", exc_info=error)
-        self.error = self.error or error
-        self.changed.notify()
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End this process: the supervisor starts another, which continues from the ledger."""
+        if self.error is None:
+            self.error = error
+            self.events.emit("control_failed", error=repr(error))
+            self.request_stop()
 
     def request_stop(self) -> None:
         """Stop the server (the supervisor sees a clean exit and does not restart it)."""
@@ -233,10 +240,8 @@ class Control:
                 group.create_task(self._reap(), name="reap")
                 group.create_task(self._direct(), name="direct")
         except* Exception as errors:
-            self.error = errors.exceptions[0]
             logger.exception("a background task of control failed")
-            self.events.emit("control_failed", error=repr(self.error))
-            self.changed.notify()
+            self._fail(errors.exceptions[0])
 
     async def _reap(self) -> None:
         while True:

@@ -77,18 +77,20 @@ class Finishing:
                 f"episode {episode.episode_id} attempt {episode.attempt} is {episode.state}; its finish cannot count"
             )
         record = self._record(episode, request, digest)
-        # The book first: whatever happens to the group while the ledger writes, comes after this finish there, too.
+        # Book and ledger in one breath: what happens to the group later comes after this finish there, too.
         self._parts.book.finish(episode.episode_id, episode.attempt, record)
         episode.become(EpisodeState.CLOSING)
         episode.finish_digest = digest
         _cancel_calls(episode)
-        episode.finishing = asyncio.create_task(self._write(episode, record), name=f"finish-{episode.episode_id}")
-        return await asyncio.shield(episode.finishing)  # a caller that hangs up does not undo its finish
-
-    async def _write(self, episode: OpenEpisode, record: EpisodeRecord) -> FinishReply:
-        """Make the finish durable, then let the episode go."""
         write = self._parts.ledger.record_finish(record)
         self._parts.watch(write)
+        episode.finishing = asyncio.create_task(
+            self._await_write(episode, record, write), name=f"finish-{episode.episode_id}"
+        )
+        return await asyncio.shield(episode.finishing)  # a caller that hangs up does not undo its finish
+
+    async def _await_write(self, episode: OpenEpisode, record: EpisodeRecord, write: Future[bool]) -> FinishReply:
+        """Once the finish is durable, let the episode go."""
         await asyncio.wrap_future(write)
         reply = FinishReply(
             episode_id=episode.episode_id,

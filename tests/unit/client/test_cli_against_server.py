@@ -17,10 +17,12 @@ from wingbeat.cli.main import app
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Commands set up logging for their process."""
-    root, httpx = logging.getLogger(), logging.getLogger("httpx")
-    before = (root.level, list(root.handlers), httpx.level)
+    loggers = [logging.getLogger(name) for name in ("", "httpx", "httpx2")]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
-    root.level, root.handlers[:], httpx.level = before
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 def write_agent(folder: Path) -> str:

@@ -19,6 +19,7 @@ from wingbeat.core.errors import (
     UnavailableError,
     VersionGone,
 )
+from wingbeat.core.ports import EpisodeSession
 from wingbeat.core.protocol import EvaluationRequest, Lease
 from wingbeat.core.types import Group, Outcome, Split, Task
 
@@ -316,6 +317,14 @@ async def test_close_twice_and_use_after(server: Any) -> None:
         await swarm.status()
 
 
-def test_wrong_url() -> None:
-    with pytest.raises(RequestError, match="localhost:8321"):
-        AsyncSwarm("localhost:8321")
+@pytest.mark.parametrize("url", ["localhost:8321", "http://", "ftp://host", ""])
+def test_wrong_url(url: str) -> None:
+    with pytest.raises(RequestError, match=r"http://127\.0\.0\.1:8321"):
+        AsyncSwarm(url)
+
+
+def test_episodes_are_the_port() -> None:
+    annotations = {name for name in vars(EpisodeSession) if not name.startswith("_")}
+    assert annotations == {"id", "task", "base_url", "api_key", "model"}
+    made: type[EpisodeSession] = Episode
+    assert all(hasattr(made, name) or name == "task" for name in annotations)

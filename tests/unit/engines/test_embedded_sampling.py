@@ -113,3 +113,27 @@ def test_one_token_requests_end_with_length_after_one_step(harness: Any) -> None
     harness.record(engine.step())
     assert harness.replies["r"].ends == [FinishReason.LENGTH]
     assert not engine.has_work()
+
+
+def test_large_vocabularies_are_drawn_by_weight_and_never_outside_it() -> None:
+    # Three tokens of different blocks carry all the mass; everything else is impossible.
+    logits = torch.full((1, 5003), -torch.inf)
+    logits[0, [3, 700, 5002]] = torch.tensor([0.5, 0.2, 0.3]).log()
+    draws = 20_000
+    tokens, logprobs = sample(logits.expand(draws, -1), [Draw()] * draws, generator=_generator(2))
+    counts = torch.stack([(tokens == t).sum() for t in (3, 700, 5002)]).double()
+    assert counts.sum() == draws
+    expected = draws * torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    # Chi-squared with 2 degrees of freedom: 13.8 is the 0.999 quantile; the seed is fixed.
+    assert ((counts - expected) ** 2 / expected).sum() < 13.8
+    assert logprobs[tokens == 700].tolist() == pytest.approx([math.log(0.2)] * int(counts[1]), abs=1e-6)
+
+
+def test_non_finite_logits_give_non_finite_logprobs_and_valid_tokens() -> None:
+    logits = torch.zeros(3, 600)
+    logits[0, 5] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 7] = torch.inf
+    tokens, logprobs = sample(logits, [Draw()] * 3, generator=_generator())
+    assert not logprobs.isfinite().any()
+    assert ((tokens >= 0) & (tokens < 600)).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from wingbeat.core.errors import ConfigError, ConflictError, ModelSourceError
 from wingbeat.core.types import FinishReason
@@ -204,3 +205,30 @@ def test_models_with_features_we_lack_are_refused_by_name() -> None:
     )
     with pytest.raises(ModelSourceError, match="softcap"):
         EmbeddedEngine(Gemma2ForCausalLM(config), device="cpu")
+
+
+def test_the_pool_grows_with_use_and_keeps_what_it_holds(harness: Any) -> None:
+    model = harness.make_model("gemma3")
+    engine = harness.engine(model, kv_tokens=32768, max_running=4)
+    prompts = [harness.prompt(60 + i, seed=i) for i in range(24)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(harness.request(f"first-{i}", prompt, 260 if i < 12 else 3, cache_key=str(i)))
+    harness.drain(engine)
+    reused = engine.stats().reused_tokens
+    for i, prompt in enumerate(prompts):
+        engine.submit(harness.request(f"again-{i}", [*prompt, 1, 2, 3], 5, cache_key=str(i)))
+    replies = harness.drain(engine)
+    assert engine.stats().reused_tokens - reused == sum(map(len, prompts))
+    for i, prompt in enumerate(prompts):
+        reply = replies[f"again-{i}"]
+        harness.assert_close(reply.logprobs, harness.reference(model, [*prompt, 1, 2, 3], reply.token_ids))
+
+
+def test_the_device_defaults_to_what_the_machine_has(harness: Any) -> None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    expected = found.type if found is not None else "cpu"
+    model = harness.make_model()
+    engine = EmbeddedEngine(model)
+    assert model.device.type == expected
+    engine.submit(harness.request("r", [1, 2, 3], 4))
+    assert len(harness.drain(engine)["r"].token_ids) == 4

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -60,10 +60,10 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[tuple[tuple[str
     for path, value in overrides:
         node = result
         for part in path[:-1]:
-            child = node.setdefault(part, {})
+            child: Any = node.setdefault(part, {})
             if not isinstance(child, dict):
                 raise ConfigError(f"--{'.'.join(path)}: {part!r} is a value, not a section")
-            node = child
+            node = cast(dict[str, Any], child)
         node[path[-1]] = value
     return result
 
@@ -116,13 +116,13 @@ def dump_toml(config: Config) -> str:
 
 
 def _dump_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    scalars = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
+    sections = {k: cast(Mapping[str, Any], v) for k, v in table.items() if isinstance(v, Mapping)}
+    scalars = {k: v for k, v in table.items() if k not in sections}
     if path and (scalars or not table):
         lines += ["", f"[{'.'.join(_dump_key(p) for p in path)}]"]
     lines += [f"{_dump_key(k)} = {_dump_value(v)}" for k, v in scalars.items()]
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            _dump_table(value, (*path, key), lines)
+    for key, section in sections.items():
+        _dump_table(section, (*path, key), lines)
 
 
 def _dump_key(key: str) -> str:
@@ -131,9 +131,10 @@ def _dump_key(key: str) -> str:
 
 def _dump_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
+        entries = cast(Mapping[str, Any], value).items()
+        return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in entries) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_dump_value(v) for v in value) + "]"
+        return "[" + ", ".join(_dump_value(v) for v in cast(list[Any], value)) + "]"
     if isinstance(value, float) and value != value:
         return "nan"
     return json.dumps(value)

@@ -49,12 +49,12 @@ class WarmUpConfig:
     num_episodes: int = 32
     """Demonstrations per step."""
 
-    round_steps: int = 320
+    round_steps: int = 480
     """Steps of the first round. The learning rate falls to zero within a round: at a constant rate
     the model's error rates swing from step to step, and so would the reward it starts RL with."""
 
     extra_round_steps: int = 120
-    max_extra_rounds: int = 2
+    max_extra_rounds: int = 1
     min_reward: float = 0.2
     """Another round follows while the sampled reward on training tasks is below this."""
 

@@ -35,8 +35,8 @@ class DemoPreset:
     """One tool call and one answer: an episode is at most two requests."""
 
     max_turn_tokens: int = 16
-    steps: int = 80
-    """Length of the schedule: 5,120 episodes."""
+    steps: int = 90
+    """Length of the schedule: 5,760 episodes."""
 
     expected_steps: int = 55
     """When the training reward's moving average (0.8) typically passes 0.95."""
