@@ -240,7 +240,9 @@ class Api:
         return answer.body
 
     def begin_body(self, **fields: Any) -> dict[str, Any]:
-        return {"idempotency_key": f"{uuid.uuid4().hex}", "task": TASK, "policies": ["solver"], **fields}
+        """A group of its own by default, so that a slot that reopens is nobody else's."""
+        group = {"id": uuid.uuid4().hex, "size": 1}
+        return {"idempotency_key": uuid.uuid4().hex, "task": TASK, "policies": ["solver"], "group": group, **fields}
 
     async def begin(self, **fields: Any) -> Begun:
         """Begin an episode on a task of our own (``split``, ``group``, ``policies``, ... as the API takes them)."""
@@ -261,7 +263,8 @@ class Api:
         return await self.call("POST", "/v1/chat/completions", body, key=episode.key)
 
     async def finish(self, episode: Begun, rewards: Any = 1.0, **fields: Any) -> Answer:
-        return await self.call("POST", f"/api/episodes/{episode.id}/finish", {"rewards": rewards, **fields}, key=episode.key)
+        body = {"rewards": rewards, **fields}
+        return await self.call("POST", f"/api/episodes/{episode.id}/finish", body, key=episode.key)
 
     async def abort(self, episode: Begun) -> Answer:
         return await self.call("POST", f"/api/episodes/{episode.id}/abort", {}, key=episode.key)

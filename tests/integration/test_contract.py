@@ -102,10 +102,12 @@ async def test_an_abort_ends_the_calls_in_flight(api: Api) -> None:
     first = await api.chat(episode, max_tokens=4)
     reply = first.body["choices"][0]["message"]
     history = [{"role": "user", "content": "what is 1 plus 2 ?"}, reply, {"role": "user", "content": "more"}]
+    watched = asyncio.create_task(api.chat(episode, messages=history, max_tokens=4000, stop=["never"]))
     call = asyncio.create_task(api.chat(episode, messages=history, max_tokens=4000))
-    await api.until_metric("wingbeat_requests_in_flight", 1)
+    await api.until_metric("wingbeat_requests_in_flight", 2)
     assert (await api.abort(episode)).status == 200
-    (await call).refused(409, "episode_closed", "ended while this call ran")
+    for answer in await asyncio.gather(watched, call):
+        answer.refused(409, "episode_closed", "ended while this call ran")
     await api.until_metric("wingbeat_requests_in_flight", 0)
 
 
@@ -115,6 +117,15 @@ async def test_a_finish_ends_the_calls_in_flight(api: Api) -> None:
     await api.until_metric("wingbeat_requests_in_flight", 1)
     assert (await api.finish(episode)).status == 200
     (await call).refused(409, "episode_closed", "ended while this call ran")
+
+
+async def test_a_refused_finish_changes_nothing(api: Api) -> None:
+    episode = await api.begin(split="eval", policies=["babbler"])
+    call = asyncio.create_task(api.chat(episode, max_tokens=2000))
+    await api.until_metric("wingbeat_requests_in_flight", 1)
+    (await api.finish(episode, {"policies": {"nobody": 1.0}})).refused(400, "invalid_reward", "nobody")
+    assert (await call).status == 200
+    assert (await api.finish(episode)).body["num_turns"] == 1
 
 
 async def test_a_silent_client_loses_its_attempt_and_a_successor_decides_which_finish_counts(api: Api) -> None:

@@ -226,7 +226,7 @@ class Runner:
     def _take(self, reply: LeaseReply) -> None:
         now = self._clock()
         self._ready += [(lease, now + lease.expires_s) for lease in reply.leases]
-        if not reply.leases and reply.reason != self._last_reason:
+        if not reply.leases and not reply.stop and reply.reason != self._last_reason:
             logger.info("no work yet: %s", reply.reason or "the server gave no reason")
         self._last_reason = "" if reply.leases else reply.reason
         self._fill()

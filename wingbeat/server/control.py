@@ -57,6 +57,7 @@ from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.status import blockers
+from wingbeat.server.task_sources import TaskSources
 from wingbeat.tracking.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Control:
         meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
         self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta)
         self.dealer = TaskDealer(config.run.seed)
+        self.task_sources = TaskSources(run_dir / "tasks")
         self.book = GroupBook(
             max_attempts=config.dataflow.max_attempts,
             group_floor=config.dataflow.group_floor,
@@ -254,14 +256,15 @@ class Control:
         trainable = [h for h in self.policies.values() if h.config.trainable]
         if not trainable or (self.config.run.steps == 0 and not self.config.eval.at_start):
             return  # a server for others to use: it never completes by itself
-        if self.config.eval.at_start and all(h.version == 0 for h in trainable):
-            await self._until(self._can_evaluate)
-            for host in trainable:
+        if self.config.eval.at_start:
+            await self._until(lambda: self._can_evaluate() or any(h.version for h in trainable))
+            for host in trainable if not any(h.version for h in trainable) else ():
                 self._evaluate(host, "before")
         await self._until(lambda: all(h.complete for h in trainable) and not self.evaluations.running)
         if self.config.eval.at_end and self.config.run.steps and self.dealer.num_tasks(Split.EVAL):
+            await self._until(self._can_evaluate)  # after a restart, a trainer has yet to tell of its weights
             for host in trainable:
-                if host.manifest is not None and not host.halted:
+                if not host.halted:
                     self._evaluate(host, "after")
             await self._until(lambda: not self.evaluations.running)
         await self._export(trainable)

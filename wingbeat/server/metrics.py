@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
@@ -37,6 +39,12 @@ class ControlMetrics:
         self.open_episodes = Gauge("wingbeat_open_episodes", "Episodes running now.", registry=r)
         self.in_flight = Gauge("wingbeat_requests_in_flight", "Generations running or waiting now.", registry=r)
         self.engines = Gauge("wingbeat_engines", "Engines connected now.", registry=r)
+        self.engine_requests = Gauge(
+            "wingbeat_engine_requests",
+            "Requests inside an engine, as of its last heartbeat.",
+            ["worker", "policy", "state"],
+            registry=r,
+        )
 
     def turn(self, policy: str, num_tokens: int, seconds: float) -> None:
         self.turns.labels(policy).inc()
@@ -48,6 +56,14 @@ class ControlMetrics:
         self.version.labels(policy).set(version)
         for name, value in values.items():
             self.train.labels(policy, name).set(value)
+
+    def engine_stats(self, engines: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+        """What the connected engines last reported, by worker and policy."""
+        self.engine_requests.clear()
+        for worker, policies in engines.items():
+            for policy, stats in policies.items():
+                for state in ("running", "waiting"):
+                    self.engine_requests.labels(worker, policy, state).set(stats[state])
 
     def render(self) -> bytes:
         """The text exposition format."""

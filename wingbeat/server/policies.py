@@ -121,6 +121,8 @@ class PolicyHost:
         self._checkpoints: dict[int, asyncio.Future[CheckpointSaved]] = {}
         self._in_step = False
         """From the moment a batch left the buffer until its version counts."""
+        self._is_behind = False
+        """The trainer is repeating logged steps up to ours."""
         self._waiting_since: float | None = None
         if not self.config.trainable:
             self._adopt(base_manifest(spec, self.version))
@@ -164,7 +166,11 @@ class PolicyHost:
         assert self._trainer is not None
         self._context.events.emit("trainer_ready", policy=self.name, step=message.step, version=self.version)
         if message.step > self.version:
-            self.version = message.step
+            # It ended a step of which we did not hear (control or the link died meanwhile): its StepDone follows.
+            self.state = TrainerState.TRAINING
+            self._context.changed.notify()
+            return
+        self._is_behind = message.step < self.version
         if message.step == self.version:
             self._adopt(message.manifest)
         else:
@@ -181,7 +187,8 @@ class PolicyHost:
                 self._trainer(ReleaseVersion(policy=self.name, version=message.step))
             return
         if message.step == self.version:
-            self._caught_up(message)
+            if self._is_behind:
+                self._caught_up(message)
             return
         if self._step_done is not None and not self._step_done.done():
             self._step_done.set_result(message)
@@ -190,6 +197,7 @@ class PolicyHost:
         """A replay reached the step that control stands at: the weights must be the same bytes."""
         exact = self.manifest is None or self.manifest.checksum == message.manifest.checksum
         self._context.events.emit("replayed", policy=self.name, step=message.step, exact=exact)
+        self._is_behind = False
         self._adopt(message.manifest)
         if not self._in_step:
             self.state = TrainerState.READY
@@ -232,11 +240,9 @@ class PolicyHost:
 
     async def run(self, after_step: StepListener) -> None:
         """Train until the run is complete."""
-        for batch in self._context.ledger.batches_after(self.name, self.version):
-            await self._account(await self._train(batch))  # logged, but not finished, before a restart
-        while not self.complete:
-            draft = await self._next_draft()
-            batch = await self._log(draft)
+        unfinished = self._context.ledger.batches_after(self.name, self.version)  # logged before a restart
+        while unfinished or not self.complete:
+            batch = unfinished.pop(0) if unfinished else await self._log(await self._next_draft())
             done = await self._train(batch)
             await self._account(done)
             await after_step(self, done.metrics)
@@ -314,7 +320,7 @@ class PolicyHost:
         """The step counts: version, weights, ledger, metrics."""
         self.version = done.step
         self._in_step = False
-        self.state = TrainerState.READY
+        self.state = TrainerState.READY if self._trainer is not None else TrainerState.ABSENT
         self._adopt(done.manifest)
         self.trained_tokens += int(done.metrics.get("trained_tokens", 0))
         self.staleness_max = max(self.staleness_max, int(done.metrics.get("staleness/max", 0)))

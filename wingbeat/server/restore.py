@@ -1,4 +1,4 @@
-"""Continuing a run from its ledger: versions, task order, open and buffered groups.
+"""Continuing a run from its ledger: task sources and their order, versions, open and buffered groups.
 
 Steps that were logged but not finished are taken by the policies' own step loops, and a trainer that
 restored an older checkpoint is sent the logged batches that follow it.
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def restore_run(control: Control) -> None:
     """Bring a fresh control to where the ledger says the run stands (nothing to do for a new run)."""
     ledger = control.ledger
+    for source, split, tasks in control.task_sources.load():
+        control.dealer.add_source(source, split, tasks)
     state = ledger.load_dealer_state()
     if state is not None:
         control.dealer.load_state_dict(state)

@@ -62,6 +62,7 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
         wanted = parse(TaskSourceRequest, await request.body())
         tasks = [Task(source=source, id=t.id, payload=t.payload) for t in wanted.tasks]
         control.dealer.add_source(source, wanted.split, tasks)
+        control.task_sources.save(source, wanted)
         control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
         control.changed.notify()
         return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks))
@@ -141,6 +142,7 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
         control.metrics.open_episodes.set(len(control.registry.open_episodes()))
         control.metrics.in_flight.set(control.engines.in_flight)
         control.metrics.engines.set(len(control.engines.links))
+        control.metrics.engine_stats({link.worker_id: link.stats for link in control.engines.links})
         return Response(control.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @router.get("/healthz")

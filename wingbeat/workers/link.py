@@ -72,6 +72,8 @@ class WorkerLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
+        self.failed = False
+        """The link ended although nobody asked for it: the process should be started again."""
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         """Called on the I/O thread every heartbeat; must only read."""
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
@@ -117,6 +119,7 @@ class WorkerLink:
             asyncio.run(self._serve())
         except SetupError as error:
             logger.error("%s", error)
+            self.failed = True
         finally:
             self._inbox.put(Shutdown(reason="link closed"))
 
@@ -140,7 +143,10 @@ class WorkerLink:
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         await socket.send_bytes(encode_frame([self._register]))
-        first = decode_from_control(await socket.receive_bytes())
+        frame = await socket.receive()
+        if frame.type is not aiohttp.WSMsgType.BINARY:
+            raise ConnectionError(f"control closed the connection before it answered ({frame.type.name})")
+        first = decode_from_control(frame.data)
         if isinstance(first[0], Refused):
             self._stopping = True
             raise SetupError(f"control refused this worker: {first[0].reason}")

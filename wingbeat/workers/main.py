@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
         compute.run(link.receive)
     finally:
         link.close()
+    if link.failed:
+        sys.exit(1)
 
 
 def _stop_on_signals(link: WorkerLink) -> None:

@@ -53,6 +53,8 @@ class Hosted:
     checkpoints: CheckpointStore
     publisher: WeightPublisher
     manifest: Manifest
+    last_done: StepDone | None = None
+    """Said again after a reconnection: control may not have lived to hear it."""
 
 
 class TrainerWorker:
@@ -96,6 +98,8 @@ class TrainerWorker:
             self._hosted = self._load(message.welcome)
         hosted = self._hosted
         self._send(TrainerReady(policy=hosted.spec.name, step=hosted.trainer.step, manifest=hosted.manifest))
+        if hosted.last_done is not None:
+            self._send(hosted.last_done)
 
     def _load(self, welcome: Welcome) -> Hosted:
         """Build the policy from its folder, restore the last checkpoint, publish what it then is."""
@@ -124,18 +128,17 @@ class TrainerWorker:
             started = time.time()
             result = hosted.trainer.train_step(batch)
             hosted.manifest = _publish(hosted.spec, hosted.trainer, hosted.publisher)
-            self._send(
-                StepDone(
-                    policy=batch.policy,
-                    batch_id=batch.batch_id,
-                    step=batch.step,
-                    manifest=hosted.manifest,
-                    metrics=dict(result.metrics),
-                    advantages=dict(result.advantages),
-                    started_s=started,
-                    ended_s=time.time(),
-                )
+            hosted.last_done = StepDone(
+                policy=batch.policy,
+                batch_id=batch.batch_id,
+                step=batch.step,
+                manifest=hosted.manifest,
+                metrics=dict(result.metrics),
+                advantages=dict(result.advantages),
+                started_s=started,
+                ended_s=time.time(),
             )
+            self._send(hosted.last_done)
 
         self._guard("train_step", step)
 
