@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,8 @@ OURS = "embedded"
 THEIRS = ("generate", "generate_batch")
 TRACE_BAR = (64, 1.5)
 EQUAL_BAR = 0.8
+HOPELESS = 3.0
+"""A worker so many times slower than its single-threaded twin is not measured further."""
 DESCRIPTION = (
     "Useful (asked-for) sampled tokens per second of wall time on a Qwen3 of 4 layers, hidden size 256, 3.28M "
     "parameters, float32, random weights, temperature 1. equal: requests of 32 prompt + 128 sampled tokens. trace: "
@@ -45,6 +47,16 @@ class Job:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a job took."""
+
+    tokens: int
+    """Useful tokens."""
+    wall_s: float
+    cpu_s: float
+
+
 def jobs(*, quick: bool, repeats: int) -> list[Job]:
     """What every system serves, in order; the same for all.
 
@@ -63,7 +75,7 @@ def jobs(*, quick: bool, repeats: int) -> list[Job]:
 
 
 class Worker:
-    """A process that serves jobs with one system at one thread count."""
+    """A process that serves jobs with one system at one thread count; ready once constructed."""
 
     def __init__(self, system: str, *, threads: int) -> None:
         self.system = system
@@ -76,15 +88,20 @@ class Worker:
             text=True,
             env=environment,
         )
+        self._read()
 
-    def measure(self, job: Job) -> dict[str, float]:
-        """Seconds (wall and CPU) and useful tokens of one job.  Raises RuntimeError if the worker died."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def measure(self, job: Job) -> Result:
+        """Serve one job.  Raises RuntimeError if the worker died."""
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
+        return Result(**self._read())
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"worker {self.system} with {self.threads} threads died (exit {self._process.wait()})")
+            raise RuntimeError(f"worker {self.system} x{self.threads} died with exit code {self._process.wait()}")
         return json.loads(line)
 
     def __enter__(self) -> Self:
@@ -92,7 +109,8 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -101,56 +119,65 @@ class Worker:
 
 
 def work(system: str, *, threads: int) -> None:
-    """A worker's life: one JSON job per input line, one JSON result per output line."""
+    """A worker's life: a line when ready, then one JSON job per input line, one JSON result per output line."""
     import torch
 
     from bench.systems import SYSTEMS, build_model
-    from bench.workloads import equal_workload, trace_workload, useful_tokens
+    from bench.workloads import Episode, equal_workload, trace_workload, useful_tokens
 
     torch.set_num_threads(threads)
     serve = SYSTEMS[system](build_model())
     makers = {"equal": equal_workload, "trace": trace_workload}
-    serve(trace_workload(2, seed=10_000), 2)
+    serve([Episode("warm-up", list(range(8)), (8,), ())], 1)
+    _say({})
     for line in sys.stdin:
         job = Job(**json.loads(line))
         episodes = makers[job.workload](job.episodes, seed=job.seed)
         tokens = useful_tokens(episodes)
         wall, cpu = time.perf_counter(), time.process_time()
         serve(episodes, job.concurrency)
-        result = {
-            "tokens": tokens,
-            "wall_s": time.perf_counter() - wall,
-            "cpu_s": time.process_time() - cpu,
-        }
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        _say(asdict(Result(tokens, time.perf_counter() - wall, time.process_time() - cpu)))
 
 
-def measure_all(todo: Sequence[Job], threads: Sequence[int]) -> dict[tuple[str, int, Job], dict[str, float]]:
-    """Every job on every worker, taking turns."""
-    results: dict[tuple[str, int, Job], dict[str, float]] = {}
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+Results = dict[tuple[str, int, Job], Result]
+
+
+def measure_all(todo: Sequence[Job], threads: Sequence[int]) -> tuple[Results, list[str]]:
+    """Every job on every worker, taking turns; also the workers given up.
+
+    Two threads on a machine without two idle cores can be tens of times slower than one.  Such a worker is
+    given up after the job that shows it: it could not have been the best of its side.
+    """
+    results: Results = {}
+    given_up: list[str] = []
     with ExitStack() as stack:
         workers = [
             stack.enter_context(Worker(system, threads=count)) for system in (OURS, *THEIRS) for count in threads
         ]
         for job in todo:
-            for worker in workers:
-                result = worker.measure(job)
-                results[worker.system, worker.threads, job] = result
-                sys.stderr.write(
-                    f"{job.workload} at {job.concurrency}: {worker.system} x{worker.threads} "
-                    f"{result['tokens'] / result['wall_s']:.0f} tok/s\n"
-                )
-    return results
+            for worker in tuple(workers):
+                result = results[worker.system, worker.threads, job] = worker.measure(job)
+                name = f"{worker.system} x{worker.threads}"
+                rate = result.tokens / result.wall_s
+                sys.stderr.write(f"{job.workload} at {job.concurrency}: {name}: {rate:.0f} tok/s\n")
+                if result.wall_s > HOPELESS * results[worker.system, threads[0], job].wall_s:
+                    workers.remove(worker)
+                    given_up.append(name)
+    return results, given_up
 
 
-def report(results: dict[tuple[str, int, Job], dict[str, float]], *, quick: bool, elapsed_s: float) -> dict[str, Any]:
+def report(results: Results, *, given_up: list[str], quick: bool, elapsed_s: float) -> dict[str, Any]:
     """The JSON object: the compared figures, the bars, and every system's own figures."""
     best: dict[tuple[str, str, str], dict[str, float]] = {}
     for (system, threads, job), result in results.items():
         cell = best.setdefault((job.workload, str(job.concurrency), f"{system}x{threads}"), {"wall": 0.0, "cpu": 0.0})
-        cell["wall"] = max(cell["wall"], round(result["tokens"] / result["wall_s"], 1))
-        cell["cpu"] = max(cell["cpu"], round(result["tokens"] / result["cpu_s"], 1))
+        cell["wall"] = max(cell["wall"], round(result.tokens / result.wall_s, 1))
+        cell["cpu"] = max(cell["cpu"], round(result.tokens / result.cpu_s, 1))
     out: dict[str, Any] = {"description": DESCRIPTION}
     detail: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for workload in ("equal", "trace"):
@@ -164,6 +191,7 @@ def report(results: dict[tuple[str, int, Job], dict[str, float]], *, quick: bool
         out[workload] = table
     out["bars"] = _bars(out["equal"]["ratio"], out["trace"]["ratio"])
     out["tokens_per_second_by_system"] = detail
+    out["given_up"] = given_up
     out["quick"] = quick
     out["elapsed_s"] = round(elapsed_s, 1)
     out["machine"] = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()}
@@ -193,8 +221,9 @@ def main() -> None:
     started = time.perf_counter()
     repeats = 1 if arguments.quick else arguments.repeats
     threads = (1,) if arguments.quick else (1, 2)
-    results = measure_all(jobs(quick=arguments.quick, repeats=repeats), threads)
-    summary = report(results, quick=arguments.quick, elapsed_s=time.perf_counter() - started)
+    results, given_up = measure_all(jobs(quick=arguments.quick, repeats=repeats), threads)
+    elapsed_s = time.perf_counter() - started
+    summary = report(results, given_up=given_up, quick=arguments.quick, elapsed_s=elapsed_s)
     sys.stdout.write(json.dumps(summary) + "\n")
 
 

@@ -19,6 +19,7 @@ from wingbeat.engines.embedded import EmbeddedEngine, EngineOptions
 PAGE_TOKENS = 32
 """transformers shares prefixes by whole pages, so small ones are in its favour here."""
 MAX_BATCH_TOKENS = 2048
+RESULT_TIMEOUT_S = 600.0
 MAX_EPISODE_TOKENS = 1024
 
 
@@ -122,9 +123,9 @@ def serve_generate_batch(model: PreTrainedModel) -> Callable[[list[Episode], int
             while waiting and len(live) < concurrency:
                 submit(waiting.popleft())
             while live:
-                result = manager.get_result(timeout=60)
+                result = manager.get_result(timeout=RESULT_TIMEOUT_S)
                 if result is None:
-                    raise RuntimeError("transformers' continuous batching gave no result within 60 s")
+                    raise RuntimeError("transformers' continuous batching gave no result in time")
                 episode = live.pop(result.request_id)
                 if len(result.generated_tokens) != episode.due:
                     raise RuntimeError(f"expected {episode.due} tokens, got {len(result.generated_tokens)}")

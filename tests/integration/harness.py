@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import io
 import json
 import os
 import signal
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import aiohttp
 
+from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.tracking import EpisodeGraph, load_graph
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,21 @@ def config_text(folder: Path, models: Path, **settings: Any) -> str:
         **{key.replace("__", "."): value for key, value in settings.items()},
     }
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+
+
+def train_config(folder: Path, models: Path, **settings: Any) -> str:
+    """A small training run with the calculator agent, as ``wingbeat train`` takes it."""
+    defaults: dict[str, Any] = {
+        "dataflow__group_size": 4,
+        "dataflow__groups_per_step": 2,
+        "dataflow__max_staleness": 1,
+        "tasks__environment": "calculator",
+        "eval__at_start": False,
+        "eval__max_tasks": 6,
+        "agent__path": str(ROOT / "wingbeat" / "environments" / "calculator" / "agent.py"),
+        "agent__concurrency": 8,
+    }
+    return config_text(folder, models, **{**defaults, **settings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +169,18 @@ def _is_fresh(address: Path, process: subprocess.Popen[bytes]) -> bool:
         return False
 
 
+def children_of(pid: int) -> list[int]:
+    """All live descendants of a process."""
+    parents: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    family = {pid}
+    while grown := {child for child, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return sorted(family - {pid})
+
+
 def _end(process: subprocess.Popen[bytes], server: Server | None) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -208,8 +236,6 @@ class Begun:
 class Api:
     """JSON over HTTP to one server, as any client without the SDK would do it."""
 
-    _numbers = itertools.count()
-
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
@@ -224,10 +250,11 @@ class Api:
         assert self._session is not None
         await self._session.close()
 
-    async def call(self, method: str, path: str, body: Any = None, *, key: str = "", raw: bytes | None = None) -> Answer:
+    async def call(self, method: str, path: str, body: Any = None, *, key: str = "", raw: Any = None) -> Answer:
+        """``raw`` is sent as it is (bytes, or an iterator of them where the length is unknown)."""
         assert self._session is not None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        data = raw if raw is not None else None if body is None else io.BytesIO(json.dumps(body).encode())
         async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
             text = await response.text()
             is_json = response.content_type == "application/json"
@@ -275,11 +302,12 @@ class Api:
         return {name: float(value) for name, _, value in (li.rpartition(" ") for li in lines if li and li[0] != "#")}
 
     async def metric(self, name: str) -> float:
-        return (await self.metrics()).get(name, 0.0)
+        """Raises KeyError where the server does not have it."""
+        return (await self.metrics())[name]
 
     async def until_metric(self, name: str, value: float) -> None:
         async def equal() -> bool:
-            return await self.metric(name) == value
+            return (await self.metrics()).get(name) == value
 
         await eventually(equal, what=f"{name} = {value:g}")
 
@@ -304,10 +332,25 @@ class Api:
                 yield line.decode().rstrip("\n")
 
 
+def check_ledger(run_dir: Path, *, steps: int, finished: Sequence[tuple[str, int]] = ()) -> None:
+    """The run's truth: consecutive steps, no episode in two of them, no acknowledged finish missing."""
+    with open_read_only(run_dir / "ledger.sqlite") as ledger:
+        assert ledger.verify() == []
+        batches = ledger.batches_after("solver", 0)
+        summary = ledger.summary()
+        missing = [key for key in finished if ledger.finish_of(*key) is None]
+    assert [batch.step for batch in batches] == list(range(1, steps + 1))
+    assert dict(summary.trained_step) == {"solver": steps}
+    members = [(e.episode_id, e.attempt) for batch in batches for e in batch.episodes]
+    assert len(members) == len(set(members)) > 0
+    assert len({episode_id for episode_id, _ in members}) == len(members), "two attempts of one episode were trained"
+    trained = sum(count.num_attempts for count in summary.samples if count.state == "trained")
+    assert trained == len(members)
+    assert missing == []
+
+
 def read_graph(server: Server, episode_id: str, attempt: int) -> EpisodeGraph:
     """The token graph of a finished attempt, from the ledger."""
-    from wingbeat.dataflow.ledger_reader import open_read_only
-
     with open_read_only(server.run_dir / "ledger.sqlite") as ledger:
         view = next(view for view in ledger.episode(episode_id) if view.attempt == attempt)
     assert view.record is not None

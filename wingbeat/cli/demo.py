@@ -21,6 +21,7 @@ from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.deploy.training import TrainingPlan, TrainingResult, run_plan
 from wingbeat.environments.calculator import DEMO_PRESET, best_constant, make_split
 
+CONTEXT_TOKENS = 128
 CONTROLS = ("none", "lr0", "shuffled-advantages")
 
 
@@ -54,7 +55,10 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
         "learning_rate": 0.0 if control == "lr0" else preset.learning_rate,
         "schedule": preset.schedule,
         "warmup_steps": preset.warmup_steps,
+        "min_lr_ratio": preset.min_lr_ratio,
         "betas": preset.betas,
+        "weight_decay": preset.weight_decay,
+        "max_grad_norm": preset.max_grad_norm,
         "clip_low": preset.clip_low,
         "clip_high": preset.clip_high,
         "updates_per_batch": preset.updates_per_batch,
@@ -68,7 +72,8 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
             "policies": {
                 "solver": {
                     "model": "builtin:calculator",
-                    "context_tokens": preset.context_tokens,
+                    "context_tokens": CONTEXT_TOKENS,
+                    "sampling": {"temperature": preset.temperature},
                     "trainer": trainer,
                 }
             },
@@ -79,7 +84,7 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
                 "max_staleness": preset.max_staleness,
             },
             "tasks": {"environment": "calculator", "options": {"seed": seed}},
-            "eval": {"samples_per_task": preset.eval_samples_per_task},
+            "eval": {"samples_per_task": preset.eval_samples},
             "agent": {"path": str(agent_file()), "processes": 2, "concurrency": 48},
         }
     )

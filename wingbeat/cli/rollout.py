@@ -10,7 +10,11 @@ import typer
 
 from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
 from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts, set_up_logging
+from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.types import Split
+
+ABORT_S = 15.0
+"""Beyond the grace, what an orphaned client gets to abort its episodes."""
 
 
 def rollout(
@@ -31,6 +35,7 @@ def rollout(
     """
     level = logging.DEBUG if verbose else logging.INFO
     set_up_logging(level)
+    end_with_supervisor(grace_s=grace_s + ABORT_S)
     options = RunnerOptions(grace_s=grace_s, splits=tuple(split or Split), max_episodes=max_episodes)
     plan = RolloutPlan(
         agent=agent,

@@ -1,8 +1,8 @@
 """Running an agent file in one or several processes, until the server says stop or a signal comes.
 
 The first SIGINT or SIGTERM stops gracefully, the second aborts running episodes at once.  Several
-processes only hear their parent: a Ctrl-C on the terminal reaches all of them, but would count twice.
-A child whose parent vanishes stops by itself.
+processes only hear their parent, through a pipe: a signal to the whole process group (a Ctrl-C on the
+terminal, a service manager) would count twice otherwise.  A child whose parent vanishes stops by itself.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from wingbeat.core.errors import WingbeatError
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOPPED_EARLY = tuple(-number for number in _SIGNALS)
+"""Exit codes of children that a signal met before they had begun to ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class RolloutPlan:
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: SpawnProcess
-    stats: Any
-    """The pipe's end that receives its RunnerStats."""
+    pipe: Any
+    """To it: whether to stop at once.  From it: its RunnerStats."""
 
 
 def run_rollouts(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
@@ -62,7 +64,7 @@ def run_rollouts(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | No
     """
     load_agent(plan.agent)  # faults of the file are told here, once, and not by every child
     if plan.processes == 1:
-        return run_async(_run(plan, signals=_SIGNALS, on_end=on_end))
+        return run_async(_run(plan, on_end=on_end))
     return _run_children(plan)
 
 
@@ -83,50 +85,63 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-async def _run(
-    plan: RolloutPlan,
-    *,
-    signals: tuple[signal.Signals, ...],
-    on_end: Callable[[EpisodeEnd], None] | None = None,
-) -> RunnerStats:
-    agent = load_agent(plan.agent)
+async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
+    """Run in this process, heeding its signals."""
     loop = asyncio.get_running_loop()
     async with AsyncSwarm(plan.url, plan.key) as swarm:
-        runner = Runner(swarm, agent, plan.concurrency, options=plan.options, on_end=on_end)
-        for number in signals:
+        runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options, on_end=on_end)
+        for number in _SIGNALS:
             loop.add_signal_handler(number, lambda: runner.stop(now=runner.stopping))
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            loop.add_reader(parent.sentinel, runner.stop)
         try:
             return await runner.run()
         finally:
-            if parent is not None:
-                loop.remove_reader(parent.sentinel)
-            for number in signals:
+            for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+async def _run_child(plan: RolloutPlan, pipe: Any) -> RunnerStats:
+    """Run in a child process, heeding its parent: True asks to stop at once, False gracefully."""
+    loop = asyncio.get_running_loop()
+    async with AsyncSwarm(plan.url, plan.key) as swarm:
+        runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options)
+
+        def listen() -> None:
+            try:
+                runner.stop(now=pipe.recv())
+            except (EOFError, OSError):  # the parent is gone
+                loop.remove_reader(pipe.fileno())
+                runner.stop()
+
+        loop.add_reader(pipe.fileno(), listen)
+        try:
+            return await runner.run()
+        finally:
+            loop.remove_reader(pipe.fileno())
 
 
 def _run_children(plan: RolloutPlan) -> RunnerStats:
     context = multiprocessing.get_context("spawn")
     children: list[_Child] = []
-    with _forward_signals(children):
+    with _stop_on_signals(children) as stops:
         for share in _shares(plan):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child_main, args=(share, sender), name="wingbeat-rollout")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_child_main, args=(share, theirs), name="wingbeat-rollout")
             process.start()
-            sender.close()
-            children.append(_Child(process, receiver))
+            theirs.close()
+            children.append(_Child(process, ours))
         pending = {child.process.sentinel for child in children}
         while pending:
             pending.difference_update(number for number in wait(list(pending)) if isinstance(number, int))
     stats = RunnerStats()
+    crashed: list[int | None] = []
     for child in children:
         child.process.join()
-        if child.process.exitcode == 0 and child.stats.poll():
-            stats += child.stats.recv()
-        child.stats.close()
-    crashed = [child.process.exitcode for child in children if child.process.exitcode != 0]
+        code = child.process.exitcode
+        if code == 0:
+            stats += child.pipe.recv()
+        elif not (stops and code in _STOPPED_EARLY):
+            crashed.append(code)
+        child.pipe.close()
     if crashed:
         raise WingbeatError(
             f"{len(crashed)} of {plan.processes} client processes ended with exit codes {crashed}; their log says why"
@@ -144,24 +159,28 @@ def _shares(plan: RolloutPlan) -> list[RolloutPlan]:
 
 
 @contextlib.contextmanager
-def _forward_signals(children: list[_Child]) -> Iterator[None]:
-    """Turn each of our signals into one SIGTERM per child."""
+def _stop_on_signals(children: list[_Child]) -> Iterator[list[int]]:
+    """Pass our signals on to the children; yields the list of those that came."""
+    came: list[int] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def tell(number: int, frame: FrameType | None) -> None:
+        now = bool(came)
+        came.append(number)
         for child in children:
-            if child.process.is_alive():
-                child.process.terminate()
+            with contextlib.suppress(OSError):  # it has ended
+                child.pipe.send(now)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before = {number: signal.signal(number, tell) for number in _SIGNALS}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _child_main(plan: RolloutPlan, sender: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _child_main(plan: RolloutPlan, pipe: Any) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     set_up_logging(plan.log_level)
-    sender.send(run_async(_run(plan, signals=(signal.SIGTERM,))))
-    sender.close()
+    pipe.send(run_async(_run_child(plan, pipe)))
+    pipe.close()

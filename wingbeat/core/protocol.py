@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict
 
 from wingbeat.core.types import Outcome, Split
 
@@ -12,6 +12,8 @@ API_VERSION = 1
 MAX_GROUP_SIZE = 1024
 
 Identifier = Annotated[str, Field(min_length=1, max_length=200)]
+Number = Annotated[FiniteFloat, Strict()]
+"""A finite JSON number; neither true nor "1.0" is one."""
 
 
 class Wire(BaseModel):
@@ -105,17 +107,17 @@ class Rewards(Wire):
     """Who earned what.  ``policies`` sets the reward of a policy, ``agents`` (``"policy:agent"``)
     overrides it for one agent, ``turns`` (response ids) adds to the agent of that turn."""
 
-    policies: dict[str, FiniteFloat] = {}
-    agents: dict[str, FiniteFloat] = {}
-    turns: dict[str, FiniteFloat] = {}
+    policies: dict[str, Number] = {}
+    agents: dict[str, Number] = {}
+    turns: dict[str, Number] = {}
 
 
 class FinishRequest(Wire):
     """``POST /api/episodes/{id}/finish``.  A bare number as ``rewards`` goes to every policy."""
 
     outcome: Outcome = Outcome.AGENT
-    rewards: FiniteFloat | Rewards = Rewards()
-    metrics: dict[str, FiniteFloat] = {}
+    rewards: Number | Rewards = Rewards()
+    metrics: dict[str, Number] = {}
     message: str = Field(default="", max_length=10_000)
 
 

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.lifeline import LIFELINE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ MAX_DEATHS = 6
 DEATHS_WINDOW_S = 120.0
 STOP_S = 10.0
 SETUP_ERROR_EXIT = 2
+ERROR_PREFIX = "error: "
+"""How our processes begin the one line of a setup error."""
 
 
 class ChildState(StrEnum):
@@ -95,11 +98,11 @@ class Child:
             if self._stopping.is_set() or code == 0:  # it was told to end, by us or by control
                 break
             self._deaths.append(self._clock())
-            logger.warning("%s ended with exit code %s", self.spec.name, code)
             if code == SETUP_ERROR_EXIT or self._dies_too_often():
-                self.error = f"{self.spec.name} ended with exit code {code}: {tail(self.spec.log)}"
+                self.error = self._last_words(code)
                 self._become(ChildState.FAILED)
                 return
+            logger.warning("%s ended with exit code %s; starting it again", self.spec.name, code)
             self._become(ChildState.BACKOFF)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), BACKOFF_S[min(len(self._deaths), MAX_DEATHS) - 1])
@@ -110,18 +113,25 @@ class Child:
             self._become(ChildState.STOPPED)
 
     async def _run_once(self) -> int:
-        """The process's whole life; its standard input is the death pipe."""
+        """The process's whole life; its standard input is the lifeline."""
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.spec.environment, "WINGBEAT_DEATH_PIPE": "1"},
+                env={**os.environ, **self.spec.environment, LIFELINE_VARIABLE: "1"},
                 start_new_session=True,
             )
         self._become(ChildState.RUNNING)
         return await self._process.wait()
+
+    def _last_words(self, code: int) -> str:
+        """A setup error in its own words, anything else with the end of the log."""
+        words = tail(self.spec.log)
+        if code == SETUP_ERROR_EXIT and words.startswith(ERROR_PREFIX):
+            return words.removeprefix(ERROR_PREFIX)
+        return f"{self.spec.name} ended with exit code {code}: {words}"
 
     def _dies_too_often(self) -> bool:
         return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
@@ -149,7 +159,7 @@ def tail(log: Path, *, num_lines: int = 6) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as error:
         return f"(no log: {error})"
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = [line for line in lines if line.startswith(ERROR_PREFIX)]
     return errors[-1] if errors else " | ".join(lines[-num_lines:])
 
 

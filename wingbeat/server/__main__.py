@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import uvicorn
@@ -23,11 +22,14 @@ from pydantic import BaseModel
 from wingbeat.core.config import Config
 from wingbeat.core.errors import PortInUse, SetupError
 from wingbeat.core.files import write_atomically
+from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.server.app import create_app
 from wingbeat.server.control import Control
 from wingbeat.server.keys import RoleKeys
 
 MAX_FRAME_BYTES = 1 << 30
+ORPHAN_GRACE_S = 10.0
+"""How long control takes at most to close in peace once its supervisor is gone."""
 
 
 class Launch(BaseModel):
@@ -90,8 +92,7 @@ def main() -> None:
     """Entry point of the process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s control %(levelname)s %(message)s")
     launch = Launch.model_validate_json(Path(sys.argv[1]).read_bytes())
-    if os.environ.get("WINGBEAT_DEATH_PIPE") == "1":
-        threading.Thread(target=_exit_with_parent, name="death-pipe", daemon=True).start()
+    end_with_supervisor(grace_s=ORPHAN_GRACE_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -99,13 +100,6 @@ def main() -> None:
     except SetupError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
-
-
-def _exit_with_parent() -> None:
-    """Stop when the supervisor dies: it holds the other end of our standard input."""
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

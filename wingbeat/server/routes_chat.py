@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from wingbeat.server.episodes import EpisodeState, OpenEpisode
 from wingbeat.server.gateway import Choice, Prepared
 
 JSON = "application/json"
+NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 CHAT_SCHEMA: dict[str, Any] = {
     "requestBody": {
@@ -80,7 +82,8 @@ def decode_json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        hint = "; JSON knows no NaN and no Infinity: send finite numbers" if NOT_FINITE.search(body) else ""
+        raise RequestError(f"the body is not valid JSON: {error}{hint}") from None
 
 
 async def _answer(control: Control, episode: OpenEpisode, prepared: Prepared, request: Request) -> Response:

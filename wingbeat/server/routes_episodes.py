@@ -46,7 +46,7 @@ def parse(model: type[M], body: bytes) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        fault = error.errors()[0]
+        fault = max(error.errors(), key=lambda found: len(found["loc"]))  # of a union, the member that was meant
         where = ".".join(str(part) for part in fault["loc"] if part not in ("float", "constrained-float", "Rewards"))
         kind = InvalidReward if where.startswith("rewards") else RequestError
         raise kind(f"`{where}`: {fault['msg']}, got {fault.get('input')!r:.200}", param=where) from None

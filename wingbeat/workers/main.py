@@ -7,13 +7,13 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Heartbeat, Register, Role, Shutdown
 from wingbeat.weights.host import host_id
 from wingbeat.workers.link import Inbound, WorkerLink
@@ -71,7 +71,7 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
     compute = build(identity, link.send)
     link.heartbeat = compute.heartbeat
     _stop_on_signals(link)
-    _exit_with_parent()
+    end_with_supervisor(grace_s=0)
     link.start()
     try:
         compute.run(link.receive)
@@ -87,18 +87,6 @@ def _stop_on_signals(link: WorkerLink) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-
-
-def _exit_with_parent() -> None:
-    """Die when the supervisor dies: it holds the other end of our standard input."""
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(3)
-
-    if os.environ.get("WINGBEAT_DEATH_PIPE") == "1":
-        threading.Thread(target=watch, name="death-pipe", daemon=True).start()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ async def solve(episode):
     mode = os.environ.get("MODE")
     if mode == "stuck":
         await asyncio.Event().wait()
+    if mode == "slow":
+        await asyncio.sleep(0.5)
     if mode == "die":
         os._exit(7)
     return os.getpid() % 2 + 1.0
@@ -55,7 +58,13 @@ def start(agent_file: Path, server: Any, *, processes: int, mode: str = "", grac
     command = [sys.executable, "program.py", str(agent_file), server.url, str(processes), str(grace_s)]
     environment = {"MODE": mode, "PYTHONPATH": str(Path(__file__).parents[3])}
     return subprocess.Popen(
-        command, cwd=agent_file.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=agent_file.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -102,6 +111,17 @@ def test_a_signal_to_the_parent_stops_the_children(server: Any, agent_file: Path
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "0 4"), err
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_group_counts_once(server: Any, agent_file: Path) -> None:
+    server.add_leases(4)
+    server.stop_when_empty = False
+    process = start(agent_file, server, processes=2, mode="slow", grace_s=20)
+    server.wait_for(lambda: len(server.records) == 4, 60)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "4 0"), err
 
 
 @pytest.mark.slow

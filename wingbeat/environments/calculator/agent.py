@@ -12,11 +12,10 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
 from wingbeat.client import Episode, agent
+from wingbeat.environments.calculator.presets import DEMO_PRESET
 from wingbeat.environments.calculator.tasks import CALC_TOOL, calc, score
 from wingbeat.environments.calculator_environment import from_task
 
-MAX_TURNS = 3
-MAX_TOKENS = 32
 
 _clients: dict[str, AsyncOpenAI] = {}
 """One connection pool per server, shared by all episodes of this process."""
@@ -38,12 +37,12 @@ async def solve(episode: Episode) -> float:
     task = from_task(episode.task)
     client = _client(episode)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
-    for _ in range(MAX_TURNS):
+    for _ in range(DEMO_PRESET.max_turns):
         completion = await client.chat.completions.create(
             model=episode.model,
             messages=messages,  # type: ignore[arg-type]
             tools=[CALC_TOOL],  # type: ignore[list-item]
-            max_tokens=MAX_TOKENS,
+            max_tokens=DEMO_PRESET.max_turn_tokens,
         )
         reply = completion.choices[0].message
         if not reply.tool_calls:
