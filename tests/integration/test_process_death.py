@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from harness import Api, Begun, Server, alive, check_ledger, children_of, eventually, serving, train_config
 
 STEPS = 16
@@ -92,7 +93,7 @@ async def kill_control(server: Server, survivor: Survivor) -> None:
         survivor.versions = (before, server.events_named("resumed")[0]["versions"]["solver"])
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def survivor(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Survivor]:
     folder = tmp_path_factory.mktemp("survivor")
     config = train_config(folder, models, run__steps=STEPS, policies__solver__trainer__checkpoint_every=4)
@@ -111,7 +112,7 @@ async def survivor(models: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         yield found
 
 
-async def test_training_completes(survivor: Survivor) -> None:
+def test_training_completes(survivor: Survivor) -> None:
     assert survivor.exit_code == 0
     events = survivor.server.events()
     assert [e for e in events if e["event"] == "complete"][-1]["train_steps"] == STEPS
@@ -120,13 +121,13 @@ async def test_training_completes(survivor: Survivor) -> None:
     assert (after["version"], after["num_missing"]) == (STEPS, 0)
 
 
-async def test_the_trainer_caught_up_by_exact_replay(survivor: Survivor) -> None:
+def test_the_trainer_caught_up_by_exact_replay(survivor: Survivor) -> None:
     first = survivor.server.events_named("replayed")[0]
     assert first["exact"] is True
     assert first["step"] >= 6
 
 
-async def test_versions_continue_after_control_died(survivor: Survivor) -> None:
+def test_versions_continue_after_control_died(survivor: Survivor) -> None:
     before, after = survivor.versions
     assert after >= before >= 8
     steps = [event["step"] for event in survivor.server.events_named("step")]
@@ -134,7 +135,7 @@ async def test_versions_continue_after_control_died(survivor: Survivor) -> None:
     assert steps[-1] == STEPS
 
 
-async def test_nothing_is_lost_and_nothing_trains_twice(survivor: Survivor) -> None:
+def test_nothing_is_lost_and_nothing_trains_twice(survivor: Survivor) -> None:
     check_ledger(survivor.server.run_dir, steps=STEPS, finished=[(e.id, e.attempt) for e in survivor.finished])
 
 

@@ -119,7 +119,6 @@ def run_demo(*, seed: int, control: str, json_output: bool, directory: Path) -> 
     plot = result.run_dir / "reward.png"
     plot_run(result.run_dir, plot, title=f"wingbeat demo, seed {seed}")
     _show(console, report, seed=seed, rewards=progress.rewards, plot=plot)
-    (result.run_dir / "result.json").write_text(json.dumps(report.as_dict()) + "\n", encoding="utf-8")
     if json_output:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
 

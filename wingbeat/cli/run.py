@@ -110,6 +110,12 @@ def _result_table(result: TrainingResult) -> Table:
         mean = "none" if done.mean is None else f"{done.mean:.3f}"
         stderr = "none" if done.stderr is None else f"{done.stderr:.3f}"
         table.add_row(done.spec.name, str(done.spec.version), mean, stderr)
+    difference = result.difference
+    if difference is not None:
+        table.caption = (
+            f"difference {difference.mean:+.3f}, 95% interval {difference.low:+.3f} to {difference.high:+.3f}"
+            f" (paired over {difference.num_tasks} held-out tasks)"
+        )
     return table
 
 

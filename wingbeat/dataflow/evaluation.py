@@ -130,3 +130,29 @@ class Evaluation:
             stderr=statistics.stdev(task_means) / math.sqrt(num_tasks) if num_tasks > 1 else None,
             rewards={key: tuple(rewards) for key, rewards in self._rewards.items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """How much better the second of two evaluations is, on the tasks that both scored."""
+
+    mean: float
+    low: float
+    high: float
+    """``low`` and ``high`` bound the 95% interval of the mean."""
+    num_tasks: int
+
+
+def paired_difference(before: EvaluationResult, after: EvaluationResult) -> PairedDifference | None:
+    """Compare task by task, which removes the spread between tasks (Miller 2024, arXiv:2411.00640, section 4.2).
+
+    ``d_t`` = mean reward of task ``t`` after minus before; the interval is ``mean(d) +- 1.96 sd(d) / sqrt(n)``,
+    good for the hundred tasks and more that evaluations have.  None with fewer than two common tasks.
+    """
+    common = [task for task in before.rewards if task in after.rewards]
+    differences = [statistics.fmean(after.rewards[t]) - statistics.fmean(before.rewards[t]) for t in common]
+    if len(differences) < 2:
+        return None
+    mean = statistics.fmean(differences)
+    margin = statistics.NormalDist().inv_cdf(0.975) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return PairedDifference(mean, mean - margin, mean + margin, len(differences))

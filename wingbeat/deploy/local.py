@@ -20,10 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.files import write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end
+from wingbeat.deploy.tasks import load_tasks, put_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +188,7 @@ class Supervisor:
     async def _until_up(self, address: Path) -> None:
         """Wait for control to have written its address, or to have failed."""
         async with asyncio.timeout(START_S):
-            while not os.path.exists(address):  # noqa: ASYNC240, PTH110 - a stat takes microseconds
+            while not os.path.exists(address):  # noqa: ASYNC240 - a stat takes microseconds
                 if self._failed.is_set():
                     raise self.failure()
                 await asyncio.sleep(0.02)
@@ -251,9 +253,12 @@ def run_server(
 
 async def _serve(config: Config, config_dir: Path, resume: Path | None, on_ready: Callable[[Supervisor], None]) -> None:
     stop = stop_event()
+    tasks = load_tasks(config, config_dir)
     config = absolute_paths(config, config_dir)
     run_dir = resume or make_run_dir(config)
     async with Supervisor(config, run_dir=run_dir, config_dir=config_dir) as supervisor:
+        async with AsyncSwarm(supervisor.url, config.server.admin_key) as swarm:
+            await put_tasks(swarm, tasks)
         on_ready(supervisor)
         waits = [
             asyncio.create_task(stop.wait()),

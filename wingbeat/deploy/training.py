@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config
 from wingbeat.core.errors import ConfigError, SetupError, WingbeatError
-from wingbeat.core.types import Split, Task
-from wingbeat.dataflow.evaluation import EvaluationResult
+from wingbeat.core.files import write_atomically
+from wingbeat.dataflow.evaluation import EvaluationResult, PairedDifference, paired_difference
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 from wingbeat.deploy.local import Supervisor, absolute_paths, make_run_dir, stop_event
-from wingbeat.environments.registry import make_environment
-from wingbeat.environments.tasks_file import load_tasks_file
+from wingbeat.deploy.tasks import load_tasks, put_tasks
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -36,6 +36,29 @@ class TrainingResult:
     evaluations: tuple[EvaluationResult, ...]
     """Done ones, oldest first."""
     wall_s: float
+
+    @property
+    def difference(self) -> PairedDifference | None:
+        """Held-out reward after training minus before, task by task."""
+        before, after = self.evaluation("before"), self.evaluation("after")
+        return None if before is None or after is None else paired_difference(before, after)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON data: the summary, and the mean reward of every held-out task before and after."""
+        data: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
+            "complete": self.complete,
+            "wall_s": round(self.wall_s, 2),
+            **self.summary,
+        }
+        for name in ("before", "after"):
+            done = self.evaluation(name)
+            if done is not None:
+                data[f"{name}_mean"] = done.mean
+                data[name] = {task: sum(rewards) / len(rewards) for task, rewards in done.rewards.items()}
+        if self.difference is not None:
+            data["difference"] = asdict(self.difference)
+        return data
 
     def evaluation(self, name: str) -> EvaluationResult | None:
         """The last evaluation of a name (``before``, ``during``, ``after``)."""
@@ -69,13 +92,14 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     async with Supervisor(plan.config, run_dir=run_dir, config_dir=plan.config_dir) as supervisor:
         plan.on_ready(supervisor)
         async with AsyncSwarm(supervisor.url, plan.config.server.admin_key) as swarm:
-            for (source, split), members in tasks.items():
-                await swarm.put_tasks(source, members, split=split)
+            await put_tasks(swarm, tasks)
             async with agents(plan.config, agent, url=supervisor.url, run_dir=run_dir) as clients:
                 summary = await _follow(plan, swarm, supervisor, clients, stop)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
         evaluations = tuple(e for e in ledger.evaluations() if e.done)
-    return TrainingResult(run_dir, bool(summary), summary, evaluations, time.monotonic() - started)
+    result = TrainingResult(run_dir, bool(summary), summary, evaluations, time.monotonic() - started)
+    write_atomically(run_dir / "result.json", json.dumps(result.as_dict(), indent=1).encode())
+    return result
 
 
 async def _follow(
@@ -126,25 +150,7 @@ async def _agents_failed(clients: Sequence[Child]) -> SetupError:
     return SetupError(next(c.error for c in clients if c.state is ChildState.FAILED))
 
 
-# --- tasks and agents ------------------------------------------------------------------------------
-
-
-def load_tasks(config: Config, config_dir: Path) -> dict[tuple[str, Split], list[Task]]:
-    """The tasks of the configured environment or file, by source and split; {} where clients bring their own."""
-    tasks = config.tasks
-    if tasks.environment is not None:
-        environment = make_environment(tasks.environment, tasks.options)
-        found = {split: list(environment.tasks(split)) for split in Split}
-    elif tasks.file is not None:
-        file = load_tasks_file(config_dir / tasks.file)
-        found = {Split.TRAIN: list(file.train), Split.EVAL: list(file.eval)}
-    else:
-        return {}
-    result: dict[tuple[str, Split], list[Task]] = {}
-    for split, members in found.items():
-        for task in members:
-            result.setdefault((task.source, split), []).append(task)
-    return result
+# --- agents ------------------------------------------------------------------------------
 
 
 def agent_path(config: Config, config_dir: Path) -> Path | None:
@@ -170,7 +176,7 @@ async def agents(config: Config, agent: Path | None, *, url: str, run_dir: Path)
                 environment["WINGBEAT_KEY"] = config.server.admin_key
             spec = ChildSpec(
                 f"agent-{index}",
-                [*command, "--concurrency", str(config.agent.concurrency)],
+                [*command, "--concurrency", str(config.agent.concurrency), "--grace-s", "3"],
                 environment,
                 run_dir / "logs" / f"agent-{index}.log",
             )

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from wingbeat.core.errors import NotFoundError, RequestError, VersionGone
+from wingbeat.core.errors import NoEngine, NotFoundError, RequestError, VersionGone
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 from wingbeat.dataflow.dealer import TaskDealer
@@ -50,6 +50,8 @@ class Evaluations:
         score belongs to one state of all.  Raises RequestError, NotFoundError or VersionGone.
         """
         host = self._host(request.policy)
+        if host.manifest is None:
+            raise NoEngine(f"policy {host.name!r} has no weights yet: its trainer is starting")
         version = host.version if request.version is None else request.version
         if host.manifest_of(version) is None:
             raise VersionGone(

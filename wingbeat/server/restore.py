@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wingbeat.core.types import Split
+from wingbeat.server.sources import load_sources
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
@@ -19,6 +20,8 @@ def restore_run(control: Control) -> None:
     ledger = control.ledger
     for source, split, tasks in control.task_sources.load():
         control.dealer.add_source(source, split, tasks)
+    for saved in load_sources(control.run_dir):
+        control.dealer.add_source(saved.source, saved.split, saved.tasks)
     state = ledger.load_dealer_state()
     if state is not None:
         control.dealer.load_state_dict(state)

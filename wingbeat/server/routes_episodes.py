@@ -36,6 +36,7 @@ from wingbeat.server.control import Control, policy_reply
 from wingbeat.server.episodes import OpenEpisode, task_model
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.routes_chat import decode_json
+from wingbeat.server.sources import SavedSource, save_source
 
 M = TypeVar("M", bound=Wire)
 
@@ -62,6 +63,8 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
         wanted = parse(TaskSourceRequest, await request.body())
         tasks = [Task(source=source, id=t.id, payload=t.payload) for t in wanted.tasks]
         control.dealer.add_source(source, wanted.split, tasks)
+        saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
+        await asyncio.to_thread(save_source, control.run_dir, saved)
         control.task_sources.save(source, wanted)
         control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
         control.changed.notify()

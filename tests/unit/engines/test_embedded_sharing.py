@@ -147,14 +147,16 @@ def test_pause_stops_computing_and_resume_goes_on(harness: Any) -> None:
     assert len(harness.drain(engine)["r"].token_ids) == 6
 
 
-def test_a_live_id_cannot_be_used_twice_but_a_finished_one_can(harness: Any) -> None:
+def test_a_live_id_cannot_be_used_twice_but_an_ended_one_can(harness: Any) -> None:
     engine = harness.engine(harness.make_model())
     engine.submit(harness.request("r", [1, 2, 3], 2))
     with pytest.raises(ConflictError, match="still live"):
         engine.submit(harness.request("r", [1, 2, 3], 2))
-    harness.drain(engine)
-    engine.submit(harness.request("r2", [1, 2, 3], 2))
-    harness.drain(engine)
+    engine.abort("r")
+    engine.submit(harness.request("r", [1, 2, 3], 2))
+    reply = harness.drain(engine)["r"]
+    assert reply.ends == [FinishReason.LENGTH]
+    assert len(reply.token_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,12 @@ class EmbeddedEngine:
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request.  One that cannot be served ends with an ERROR event at the next step.
 
-        Raises ConflictError if a live request has the same id.
+        An id may be used again once its request ended; an end that was not fetched yet is then forgotten, so
+        that it cannot be taken for the new request's.  Raises ConflictError if a live request has the same id.
         """
         if request.request_id in self._requests:
             raise ConflictError(f"request {request.request_id!r} is still live; every request needs its own id")
+        self._ended = [event for event in self._ended if event.request_id != request.request_id]
         fault = self._limits.fault(request)
         if fault:
             self._end_unserved(request.request_id, FinishReason.ERROR, error=fault)

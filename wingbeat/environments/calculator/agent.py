@@ -16,7 +16,6 @@ from wingbeat.environments.calculator.presets import DEMO_PRESET
 from wingbeat.environments.calculator.tasks import CALC_TOOL, calc, score
 from wingbeat.environments.calculator_environment import from_task
 
-
 _clients: dict[str, AsyncOpenAI] = {}
 """One connection pool per server, shared by all episodes of this process."""
 

@@ -1,0 +1,33 @@
+"""Task sources on disk, one file each in ``RUN_DIR/tasks``, so that a restarted control deals on."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from wingbeat.core.files import write_atomically
+from wingbeat.core.types import Split, Task
+
+
+class SavedSource(msgspec.Struct, frozen=True):
+    """One source's tasks of one split, in order."""
+
+    source: str
+    split: Split
+    tasks: tuple[Task, ...]
+
+
+def save_source(run_dir: Path, saved: SavedSource) -> None:
+    """Write (or replace) a source durably."""
+    folder = run_dir / "tasks"
+    folder.mkdir(exist_ok=True)
+    name = hashlib.sha256(saved.source.encode()).hexdigest()[:16]  # sources may hold any character
+    write_atomically(folder / f"{name}-{saved.split}.json", msgspec.json.encode(saved))
+
+
+def load_sources(run_dir: Path) -> list[SavedSource]:
+    """All saved sources, in a fixed order."""
+    paths = sorted((run_dir / "tasks").glob("*.json"))
+    return [msgspec.json.decode(path.read_bytes(), type=SavedSource) for path in paths]
