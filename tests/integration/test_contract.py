@@ -166,6 +166,19 @@ async def test_an_open_request_is_a_sign_of_life(api: Api, server: Server) -> No
     await api.abort(episode)
 
 
+async def test_a_heartbeat_is_a_sign_of_life(api: Api) -> None:
+    """Two episodes with a short time-out: the one that is reported alive outlives the other."""
+    silent, reported = [await api.begin(idle_timeout_s=1.5) for _ in range(2)]
+
+    async def silent_is_lost() -> bool:
+        beat = await api.call("POST", f"/api/episodes/{reported.id}/heartbeat", key=reported.key)
+        assert beat.body["state"] == "open"
+        return (await api.get(f"/api/episodes/{silent.id}", key=silent.key))["state"] == "lost"
+
+    await eventually(silent_is_lost, what="the silent episode to be lost")
+    assert (await api.finish(reported)).status == 200
+
+
 async def test_leases_deal_out_whole_groups(api: Api) -> None:
     tasks = [{"source": "deal", "id": str(i), "payload": {"n": i}} for i in range(3)]
     put = await api.call("PUT", "/api/tasks/deal", {"split": "train", "tasks": tasks})

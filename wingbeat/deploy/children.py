@@ -63,14 +63,21 @@ class Child:
     """Keeps one process running until :meth:`stop`."""
 
     def __init__(
-        self, spec: ChildSpec, *, on_change: Callable[[Child], None], clock: Callable[[], float] = time.monotonic
+        self,
+        spec: ChildSpec,
+        *,
+        on_change: Callable[[Child], None],
+        clock: Callable[[], float] = time.monotonic,
+        stop_s: float = STOP_S,
     ) -> None:
+        """``stop_s``: how long :meth:`stop` waits for the process to end by itself."""
         self.spec = spec
         self.state = ChildState.STARTING
         self.restarts = 0
         self.error = ""
         self._watchers = [on_change]
         self._clock = clock
+        self._stop_s = stop_s
         self._process: asyncio.subprocess.Process | None = None
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._stopping = asyncio.Event()
@@ -124,6 +131,8 @@ class Child:
                 start_new_session=True,
             )
         self._become(ChildState.RUNNING)
+        if self._stopping.is_set():  # stopped while it was being started
+            self._process.kill()
         return await self._process.wait()
 
     def _last_words(self, code: int) -> str:
@@ -137,7 +146,7 @@ class Child:
         return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after ``STOP_S``."""
+        """SIGTERM, then SIGKILL after ``stop_s``."""
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
@@ -145,9 +154,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_S)
+            await asyncio.wait_for(process.wait(), self._stop_s)
         except TimeoutError:
-            logger.warning("%s did not end within %.0f s; killing it", self.spec.name, STOP_S)
+            logger.warning("%s did not end within %.0f s; killing it", self.spec.name, self._stop_s)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
@@ -159,8 +168,9 @@ def tail(log: Path, *, num_lines: int = 6) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as error:
         return f"(no log: {error})"
-    errors = [line for line in lines if line.startswith(ERROR_PREFIX)]
-    return errors[-1] if errors else " | ".join(lines[-num_lines:])
+    recent = lines[-num_lines:]  # what is older may be of an earlier process
+    errors = [line for line in recent if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else " | ".join(recent)
 
 
 async def run_to_end(command: Sequence[str], *, what: str) -> str:

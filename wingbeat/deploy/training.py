@@ -111,6 +111,7 @@ async def _follow(
         asyncio.create_task(_events(swarm, plan.on_event, done), name="events"),
         asyncio.create_task(stop.wait(), name="stop"),
         asyncio.create_task(supervisor.wait_failed(), name="failed"),
+        asyncio.create_task(supervisor.wait_ended(), name="ended"),
         asyncio.create_task(_agents_failed(clients), name="agents"),
     }
     try:

@@ -1,7 +1,7 @@
 """``python -m wingbeat.server``: the control process (started by the supervisor).
 
-Reads a :class:`Launch` as JSON from a file, binds, writes ``server.json`` into the run directory
-(the address and process id), and serves until SIGTERM.
+Reads a :class:`Launch` as JSON from a file, binds, starts, writes ``server.json`` into the run
+directory (the address and process id), and serves until SIGTERM.
 """
 
 from __future__ import annotations
@@ -58,13 +58,28 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class AnnouncedServer(uvicorn.Server):
+    """Writes its address once it serves, and not before: whoever reads it may call at once."""
+
+    def __init__(self, config: uvicorn.Config, *, address_file: Path) -> None:
+        super().__init__(config)
+        self._address_file = address_file
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            where = {"url": f"http://{host}:{port}", "pid": os.getpid()}
+            write_atomically(self._address_file, json.dumps(where).encode())
+
+
 async def serve(launch: Launch, worker_key: str) -> None:
     """Run control until a signal."""
     config = launch.config
     keys = RoleKeys.of(config.server.admin_key, worker_key)
     listener = bind(config.server.host, config.server.port)
     control = Control(config, models=launch.models, run_dir=launch.run_dir, keys=keys)
-    server = uvicorn.Server(
+    server = AnnouncedServer(
         uvicorn.Config(
             create_app(control, keys),
             loop="none",
@@ -77,13 +92,13 @@ async def serve(launch: Launch, worker_key: str) -> None:
             log_level="warning",
             timeout_graceful_shutdown=3,
             lifespan="on",
-        )
+        ),
+        address_file=launch.run_dir / "server.json",
     )
-    host, port = listener.getsockname()[:2]
-    where = {"url": f"http://{host}:{port}", "pid": os.getpid()}
     control.on_stop = lambda: setattr(server, "should_exit", True)
-    write_atomically(launch.run_dir / "server.json", json.dumps(where).encode())
     await server.serve(sockets=[listener])
+    if not server.started:
+        raise RuntimeError("control could not start; the log above says why")
     if control.error is not None:
         raise RuntimeError("control failed; the log above says why") from control.error
 

@@ -70,11 +70,13 @@ def parse_chat(body: Any) -> ChatCall:
     if not isinstance(messages, list) or not messages:
         raise RequestError("`messages` must be a non-empty list", param="messages")
     tools = _tools(body.get("tools"))
-    _check_choice(body.get("tool_choice"), has_tools=bool(tools))
+    _check_choice(body.get("tool_choice"))
     if body.get("tool_choice") == "none":
         tools = None
     _check_format(body.get("response_format"))
-    options = body.get("stream_options") or {}
+    options = body.get("stream_options")
+    if options is None:
+        options = {}
     if not isinstance(options, dict):
         raise RequestError("`stream_options` must be an object", param="stream_options")
     if body.get("top_logprobs"):
@@ -131,7 +133,8 @@ def _number(body: Mapping[str, Any], name: str, *, low: float, high: float, low_
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"`{name}` must be a finite number, got {value!r}", param=name)
     if value > high or value < low or (low_open and value == low):
         raise RequestError(f"`{name}` must be between {low:g} and {high:g}, got {value!r}", param=name)
@@ -188,6 +191,11 @@ def _check_tool(tool: Any, where: str) -> None:
         raise InvalidToolSchema(
             f"`{where}.function.parameters` is no JSON schema: {error.message}", param=f"{where}.function.parameters"
         ) from None
+    except RecursionError:
+        raise InvalidToolSchema(
+            f"`{where}.function.parameters` is nested too deeply; flatten the schema",
+            param=f"{where}.function.parameters",
+        ) from None
     if not isinstance(schema, dict):
         raise InvalidToolSchema(
             f"`{where}.function.parameters` must be an object schema, got {schema!r}",
@@ -195,7 +203,7 @@ def _check_tool(tool: Any, where: str) -> None:
         )
 
 
-def _check_choice(choice: Any, *, has_tools: bool) -> None:
+def _check_choice(choice: Any) -> None:
     if choice in (None, "auto", "none"):
         return
     if choice == "required" or isinstance(choice, dict):

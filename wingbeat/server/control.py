@@ -57,7 +57,6 @@ from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.status import blockers
-from wingbeat.server.task_sources import TaskSources
 from wingbeat.tracking.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,6 @@ class Control:
         meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
         self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta)
         self.dealer = TaskDealer(config.run.seed)
-        self.task_sources = TaskSources(run_dir / "tasks")
         self.book = GroupBook(
             max_attempts=config.dataflow.max_attempts,
             group_floor=config.dataflow.group_floor,
@@ -273,7 +271,9 @@ class Control:
         self.changed.notify()
 
     def _can_evaluate(self) -> bool:
-        return self.dealer.num_tasks(Split.EVAL) > 0 and all(h.manifest is not None for h in self.policies.values())
+        return self.dealer.num_tasks(Split.EVAL) > 0 and all(
+            h.manifest_of(h.version) is not None for h in self.policies.values()
+        )
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -318,7 +318,10 @@ class Control:
         self.events.emit("step", **line)
         every = self.config.eval.every
         if every and host.version % every == 0 and host.version < self.config.run.steps:
-            self._evaluate(host, "during")
+            if self._can_evaluate():
+                self._evaluate(host, "during")
+            else:
+                self.events.emit("evaluation_skipped", policy=host.name, version=host.version)
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -417,6 +420,7 @@ class EngineSession:
             case Tokens(chunks=chunks):
                 self._control.engines.receive(self._link, chunks)
             case WeightsServed():
+                self._link.failure = ""
                 self._control.engines.served(self._link, message)
                 for host in self._control.policies.values():
                     host.release_unused()

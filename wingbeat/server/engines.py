@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class EnginePool:
         self._pins: dict[tuple[str, int], Manifest] = {}
         self._sticky: dict[str, EngineLink] = {}
         self._ids = itertools.count()
+        self._prefix = secrets.token_hex(4)
+        """An engine that outlives control must not take a new request for one it is still ending."""
         self._num_flights = 0
         self.generated_tokens = 0
         self.requeued = 0
@@ -177,7 +180,7 @@ class EnginePool:
         reports an error for this request.
         """
         flight = Flight(
-            request_id=f"r{next(self._ids)}",
+            request_id=f"{self._prefix}-{next(self._ids)}",
             policy=policy,
             version=version,
             prompt_ids=prompt_ids,
@@ -206,7 +209,8 @@ class EnginePool:
         """The next chunk; waits without limit while an engine works on it."""
         while True:
             try:
-                return await asyncio.wait_for(flight.chunks.get(), self._wait_s)
+                async with asyncio.timeout(self._wait_s):  # wait_for may swallow a cancellation
+                    return await flight.chunks.get()
             except TimeoutError:
                 if flight in self._waiting:
                     raise NoEngine(

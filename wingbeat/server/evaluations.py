@@ -18,6 +18,8 @@ from wingbeat.dataflow.records import ClosedGroup, GroupSpec
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.signals import Changed
 
+REMEMBERED = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationParts:
@@ -32,11 +34,12 @@ class EvaluationParts:
 
 
 class Evaluations:
-    """All evaluations of this control, running and done."""
+    """The evaluations of this control, running and done."""
 
     def __init__(self, parts: EvaluationParts) -> None:
         self._parts = parts
         self._all: dict[str, Evaluation] = {}
+        """Oldest first: all that run, and the last ``REMEMBERED`` that are done."""
         self._pins: dict[str, list[tuple[PolicyHost, int]]] = {}
 
     @property
@@ -50,8 +53,9 @@ class Evaluations:
         score belongs to one state of all.  Raises RequestError, NotFoundError or VersionGone.
         """
         host = self._host(request.policy)
-        if host.manifest is None:
-            raise NoEngine(f"policy {host.name!r} has no weights yet: its trainer is starting")
+        for member in self._parts.policies.values():
+            if member.manifest_of(member.version) is None:
+                raise NoEngine(f"policy {member.name!r} has no weights yet: its trainer is starting")
         version = host.version if request.version is None else request.version
         if host.manifest_of(version) is None:
             raise VersionGone(
@@ -111,6 +115,9 @@ class Evaluations:
     def _finish(self, evaluation: Evaluation) -> None:
         for host, version in self._pins.pop(evaluation.spec.id):
             host.unpin(version)
+        done = [key for key, other in self._all.items() if other.done]
+        for key in done[:-REMEMBERED]:
+            del self._all[key]
         result = evaluation.result()
         self._parts.watch(self._parts.ledger.record_evaluation(result))
         self._parts.events.emit(
@@ -132,9 +139,6 @@ class Evaluations:
         if evaluation is None:
             raise NotFoundError(f"no evaluation {evaluation_id!r} on this server")
         return _reply(evaluation.result())
-
-    def result(self, evaluation_id: str) -> EvaluationResult:
-        return self._all[evaluation_id].result()
 
 
 def _reply(result: EvaluationResult) -> EvaluationReply:

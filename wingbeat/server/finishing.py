@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from wingbeat.core.errors import EpisodeClosed, IdempotencyConflict
+from wingbeat.core.errors import EpisodeClosed, IdempotencyConflict, RequestError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
 from wingbeat.core.samples import EpisodeSamples
@@ -103,13 +103,21 @@ class Finishing:
         if episode.split is Split.TRAIN and record.outcome is Outcome.AGENT:
             self.num_finished_train += 1
             for policy in episode.policies:
-                if policy in record.rewards:
+                if policy in record.rewards and not self._parts.policies[policy].complete:
                     self.rewards_seen.setdefault(policy, []).append(record.rewards[policy])
         self._ended(episode, EpisodeState.FINISHED, record.outcome)
         return reply
 
     def abort(self, episode: OpenEpisode, request: AbortRequest) -> None:
-        """End an attempt that must not count; its slot reopens.  Repeats are harmless."""
+        """End an attempt that must not count; its slot reopens.  Repeats are harmless.
+
+        Raises RequestError for the outcome of a finish, EpisodeClosed where the attempt ended otherwise.
+        """
+        if request.outcome is Outcome.AGENT:
+            raise RequestError(
+                "`outcome` agent means that the episode ran to its end: finish it; an abort names what broke",
+                param="outcome",
+            )
         if episode.state is EpisodeState.ABORTED:
             return
         _cancel_calls(episode)
@@ -124,18 +132,18 @@ class Finishing:
             outcome=request.outcome,
             message=request.message[-2000:],
         )
-        self._parts.watch(
-            self._parts.ledger.record_end(
-                episode.episode_id,
-                episode.attempt,
-                state=AttemptState.ABORTED,
-                outcome=request.outcome,
-                message=request.message,
-            )
-        )
+        if was_open:  # a lost attempt stands in the ledger as lost
+            self._record_end(episode, request.outcome, request.message)
         episode.outcome = request.outcome
         self._parts.registry.remember(episode)
         self._after(episode, request.outcome)
+
+    def _record_end(self, episode: OpenEpisode, outcome: Outcome, message: str) -> None:
+        self._parts.watch(
+            self._parts.ledger.record_end(
+                episode.episode_id, episode.attempt, state=AttemptState.ABORTED, outcome=outcome, message=message
+            )
+        )
 
     def _ended(self, episode: OpenEpisode, state: EpisodeState, outcome: Outcome) -> None:
         episode.outcome = outcome
@@ -170,15 +178,18 @@ class Finishing:
         self._parts.changed.notify()
 
     def _cut_off(self, group: ClosedGroup) -> None:
-        """Members still running when their group closed at its deadline: their episodes end."""
-        for member in group.cut_off:
+        """Members that did not finish before their group closed: no attempt of theirs can count any more."""
+        for member in (*group.cut_off, *group.given_up):
             episode = self._parts.registry.current(member.episode_id)
-            if episode is not None and episode.state is EpisodeState.OPEN:
-                _cancel_calls(episode)
-                episode.become(EpisodeState.ABORTED)
-                episode.outcome = Outcome.TIMEOUT
-                self._parts.registry.remember(episode)
+            if episode is None or episode.state not in (EpisodeState.OPEN, EpisodeState.LOST):
+                continue
+            _cancel_calls(episode)
+            if episode.state is EpisodeState.OPEN:
+                self._record_end(episode, Outcome.TIMEOUT, "its group closed at the deadline")
                 self._parts.metrics.episodes.labels(episode.split, Outcome.TIMEOUT).inc()
+            episode.outcome = Outcome.TIMEOUT
+            self._parts.registry.end(episode, EpisodeState.ABORTED)
+            self._parts.engines.forget(episode.episode_id)
 
     # --- records ------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class Gateway:
         """Generate one turn and commit it, whatever happens to the caller."""
         turn_id = episode.new_turn_id()
         generated = Generated()
-        text = TextStream(prepared.host.template, prepared.call.stop)
+        text = TextStream(prepared.host.template, prepared.call.stop, tools_given=bool(prepared.call.tools))
         watch = stream or bool(prepared.call.stop)
         seed = prepared.sampling.seed
         sampling = prepared.sampling if index == 0 or seed is None else replace(prepared.sampling, seed=seed + index)

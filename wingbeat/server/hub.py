@@ -62,23 +62,36 @@ class WorkerHub:
         outbox = Outbox()
         try:
             register = await self._first(socket)
-        except (WebSocketDisconnect, TimeoutError, msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
+        except (WebSocketDisconnect, TimeoutError, msgspec.DecodeError, ValueError, KeyError) as error:
             logger.warning("a worker left before it registered: %s", error)
             return
         answer, session = self._answer(register, outbox)
-        await socket.send_bytes(encode_frame([answer]))
         if session is None:
-            await socket.close()
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await socket.send_bytes(encode_frame([answer]))
+                await socket.close()
+            return
+        try:
+            await self._converse(socket, session, answer, outbox)
+        finally:
+            session.closed()
+
+    async def _converse(
+        self, socket: WebSocket, session: WorkerSession, answer: Welcome | Refused, outbox: Outbox
+    ) -> None:
+        """The welcome, then both directions until either side ends."""
+        try:
+            await socket.send_bytes(encode_frame([answer]))
+        except (WebSocketDisconnect, RuntimeError):
             return
         self._outboxes.add(outbox)
-        sender = asyncio.create_task(outbox.drain(socket), name=f"to-{register.worker_id}")
+        sender = asyncio.create_task(outbox.drain(socket), name="to-worker")
         try:
             await self._receive(socket, session)
         finally:
             self._outboxes.discard(outbox)
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-            session.closed()
 
     def _answer(self, register: Register, outbox: Outbox) -> tuple[Welcome | Refused, WorkerSession | None]:
         if register.protocol != PROTOCOL_VERSION:

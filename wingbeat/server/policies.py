@@ -116,7 +116,8 @@ class PolicyHost:
         self._trainer: Callable[[ControlMessage], None] | None = None
         self._manifests: dict[int, Manifest] = {}
         self._pins: Counter[int] = Counter()
-        self._step_done: asyncio.Future[StepDone] | None = None
+        self._step_done: asyncio.Future[StepDone | None] | None = None
+        """Resolves to None where the step failed."""
         self._exports: dict[str, asyncio.Future[Exported]] = {}
         self._checkpoints: dict[int, asyncio.Future[CheckpointSaved]] = {}
         self._in_step = False
@@ -174,7 +175,7 @@ class PolicyHost:
         if message.step == self.version:
             self._adopt(message.manifest)
         else:
-            self._trainer(ReleaseVersion(policy=self.name, version=message.step))
+            self._release_unknown(message.step)
         missing = self._context.ledger.batches_after(self.name, message.step)
         for batch in missing:
             self._trainer(TrainStep(batch=batch, replay=True))
@@ -183,8 +184,7 @@ class PolicyHost:
 
     def step_done(self, message: StepDone) -> None:
         if message.step < self.version:
-            if self._trainer is not None:
-                self._trainer(ReleaseVersion(policy=self.name, version=message.step))
+            self._release_unknown(message.step)
             return
         if message.step == self.version:
             if self._is_behind:
@@ -192,6 +192,11 @@ class PolicyHost:
             return
         if self._step_done is not None and not self._step_done.done():
             self._step_done.set_result(message)
+
+    def _release_unknown(self, version: int) -> None:
+        """Delete a file that only a replay made; one that is still known may be pinned."""
+        if self._trainer is not None and version not in self._manifests:
+            self._trainer(ReleaseVersion(policy=self.name, version=version))
 
     def _caught_up(self, message: StepDone) -> None:
         """A replay reached the step that control stands at: the weights must be the same bytes."""
@@ -222,7 +227,7 @@ class PolicyHost:
         if message.command == "train_step":
             self.halted = f"training of {self.name!r} stopped: {message.error}"
             if self._step_done is not None and not self._step_done.done():
-                self._step_done.set_exception(error)
+                self._step_done.set_result(None)
         pending = self._exports if message.command == "export" else self._checkpoints
         if message.command in ("export", "save_checkpoint"):
             for future in pending.values():
@@ -239,11 +244,13 @@ class PolicyHost:
     # --- the step loop ------------------------------------------------------------------------
 
     async def run(self, after_step: StepListener) -> None:
-        """Train until the run is complete."""
+        """Train until the run is complete, or a step fails."""
         unfinished = self._context.ledger.batches_after(self.name, self.version)  # logged before a restart
         while unfinished or not self.complete:
             batch = unfinished.pop(0) if unfinished else await self._log(await self._next_draft())
             done = await self._train(batch)
+            if done is None:
+                return
             await self._account(done)
             await after_step(self, done.metrics)
 
@@ -303,8 +310,8 @@ class PolicyHost:
         )
         return batch
 
-    async def _train(self, batch: TrainingBatch) -> StepDone:
-        """Take the step; without a trainer at hand, its successor is sent the batch from the ledger."""
+    async def _train(self, batch: TrainingBatch) -> StepDone | None:
+        """Take the step (None: it failed); without a trainer at hand, its successor is sent the batch from the ledger."""
         self._in_step = True
         self._step_done = asyncio.get_running_loop().create_future()
         self._context.overlap.training(+1)

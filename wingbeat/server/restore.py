@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 def restore_run(control: Control) -> None:
     """Bring a fresh control to where the ledger says the run stands (nothing to do for a new run)."""
     ledger = control.ledger
-    for source, split, tasks in control.task_sources.load():
-        control.dealer.add_source(source, split, tasks)
     for saved in load_sources(control.run_dir):
         control.dealer.add_source(saved.source, saved.split, saved.tasks)
     state = ledger.load_dealer_state()

@@ -8,9 +8,11 @@ A lease reserves a slot for ``LEASE_S``; beginning an episode under it starts th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ from wingbeat.server.signals import Changed
 from wingbeat.tracking.graph import EpisodeGraph
 
 LEASE_S = 60.0
+REMEMBERED_GROUPS = 20_000
 
 
 @dataclass(slots=True)
@@ -80,7 +83,9 @@ class Rollouts:
         self._parts = parts
         self._leases: dict[str, PendingLease] = {}
         self._client_groups: dict[str, str] = {}
-        """Group id that a client declared to ours."""
+        """Group id that a client declared to ours, while that is open."""
+        self._closed_groups: OrderedDict[str, None] = OrderedDict()
+        """Declared ids of groups that closed, oldest first: a straggler is told so, within memory bounds."""
         self._group_numbers = itertools.count()
         self._prefix = new_episode_prefix()
 
@@ -111,7 +116,8 @@ class Rollouts:
 
     def _next_group(self, splits: Sequence[Split]) -> str | None:
         """The group whose slot goes next, opening a new one where admission allows."""
-        free = [g for g in self._parts.book.groups_with_free_slots() if g.id not in self._client_groups.values()]
+        own = set(self._client_groups.values())
+        free = [g for g in self._parts.book.groups_with_free_slots() if g.id not in own]
         for split in (Split.EVAL, Split.TRAIN):
             if split not in splits:
                 continue
@@ -171,16 +177,14 @@ class Rollouts:
         known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
         if known is not None:
             return known
-        ticket = self._redeem(request) if request.lease_id is not None else await self._reserve(request)
-        self._parts.book.begin(ticket.episode_id, ticket.attempt)
-        self._parts.watch(
-            self._parts.ledger.record_begin(
-                ticket.episode_id, ticket.attempt, group_id=ticket.group.id, label=request.label
-            )
-        )
-        reply = self._open(request, ticket, base_url)
-        self._parts.registry.remember_begin(request.idempotency_key, body_digest, reply)
-        return reply
+        if request.lease_id is not None:
+            ticket = self._redeem(request)
+        else:
+            await self._wait_for_room(request)
+            known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
+            if known is not None:  # the same begin was repeated while this one waited
+                return known
+            ticket = self._reserve(request)
 
     def _redeem(self, request: BeginRequest) -> SlotTicket:
         lease = self._leases.pop(request.lease_id or "", None)

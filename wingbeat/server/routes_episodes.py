@@ -65,7 +65,6 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
         control.dealer.add_source(source, wanted.split, tasks)
         saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
         await asyncio.to_thread(save_source, control.run_dir, saved)
-        control.task_sources.save(source, wanted)
         control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
         control.changed.notify()
         return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks))

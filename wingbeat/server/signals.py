@@ -20,7 +20,8 @@ class Changed:
         """True when notified, False when ``timeout_s`` passed first."""
         event = self._event
         try:
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
+                await event.wait()
         except TimeoutError:
             return False
         return True

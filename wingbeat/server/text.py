@@ -6,8 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from wingbeat.core.types import FinishReason
 from wingbeat.tracking.messages import Message
-from wingbeat.tracking.parsing import MARKERS, Reply
-from wingbeat.tracking.template import ChatTemplate
+from wingbeat.tracking.parsing import MARKERS, PYTHON_TAG, Reply
+
+THINK = "<think>"
+TOOL_CALL = "<tool_call>"
+from wingbeat.tracking.template import ChatTemplate, ToolFormat
 
 
 @dataclass(slots=True)
@@ -44,18 +47,23 @@ class Generated:
 class TextStream:
     """The text of a growing turn: finds stop strings, and tells which text is final.
 
-    Text that may yet turn out to be a tool call, reasoning, half a character or half a stop string
-    is held back.
+    Invariant: what was sent is a prefix of the reply's content.  Text that may yet turn out to be a
+    tool call, reasoning, half a character or half a stop string is held back, and so is whitespace that
+    would be stripped beside a tool call; what is held comes with :meth:`rest`.
     """
 
-    HOLD = ("<tool_call>", "<think>", "<|python_tag|>")
-
-    def __init__(self, template: ChatTemplate, stop: tuple[str, ...]) -> None:
+    def __init__(self, template: ChatTemplate, stop: tuple[str, ...], *, tools_given: bool) -> None:
         self._template = template
         self._stop = stop
+        self._tools_given = tools_given
         self._text = ""
         self._sent = 0
-        self.stopped = False
+        self._found = ""
+        """The stop string that ended the turn."""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._found)
 
     def feed(self, generated: Generated) -> bool:
         """Take what was generated so far; True when a stop string ended the turn (tokens are cut there)."""
@@ -63,10 +71,9 @@ class TextStream:
         found = [(at, s) for s in self._stop if (at := self._text.find(s)) >= 0]
         if not found:
             return False
-        at, stop = min(found)
-        generated.truncate(self._tokens_until(generated.token_ids, stop))
+        at, self._found = min(found)
+        generated.truncate(self._tokens_until(generated.token_ids, self._found))
         self._text = self._text[:at]
-        self.stopped = True
         return True
 
     def _tokens_until(self, token_ids: list[int], stop: str) -> int:
@@ -81,19 +88,30 @@ class TextStream:
         return low
 
     def _decode(self, token_ids: list[int]) -> str:
+        if token_ids and token_ids[-1] in self._template.eos_token_ids:
+            token_ids = token_ids[:-1]
         return self._template.decode(self._template.drop_special(token_ids, keep=MARKERS))
 
     def delta(self) -> str:
         """Text that became final since the last call."""
-        end = len(self._text)
-        if not self.stopped:
-            for marker in (*self.HOLD, *self._stop):
-                end = min(end, _hold_from(self._text, marker))
-            if self._text.lstrip().startswith("{"):  # a tool call in the style that has no marker
-                end = 0
-            end = min(end, len(self._text.rstrip("\ufffd")))
+        end = self._sent if self.stopped else self._final_length()
         text, self._sent = self._text[self._sent : end], max(self._sent, end)
         return text
+
+    def _final_length(self) -> int:
+        """How much of the text is content, whatever follows."""
+        text, start = self._text, self._text.lstrip()
+        if self._template.opens_reasoning or THINK.startswith(start[: len(THINK)]):
+            return 0
+        end = min((_hold_from(text, stop) for stop in self._stop), default=len(text))
+        if self._tools_given and self._template.tool_format is ToolFormat.LLAMA3:  # a call is the whole reply
+            if start.startswith("{") or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)]):
+                return 0
+        elif self._tools_given:
+            if text[:1].isspace():
+                return 0
+            end = len(text[: min(end, _hold_from(text, TOOL_CALL))].rstrip())
+        return min(end, len(text.rstrip("\ufffd")))
 
     def rest(self, reply: Message) -> str:
         """What of the final content was not sent yet."""
@@ -104,7 +122,12 @@ class TextStream:
         """The reply's message, cut at the stop string."""
         if not self.stopped:
             return parsed.message
-        return replace(parsed.message, content=self._text)
+        message = parsed.message
+        return replace(
+            message,
+            content=message.content.partition(self._found)[0],
+            reasoning=message.reasoning.partition(self._found)[0],
+        )
 
 
 def _hold_from(text: str, marker: str) -> int:

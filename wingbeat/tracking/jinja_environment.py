@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -43,7 +43,7 @@ def compile_template(source: str, *, now: Callable[[], datetime]) -> Template:
     def strftime_now(layout: str) -> str:
         return now().strftime(layout)
 
-    environment.filters["tojson"] = _tojson
+    cast("Any", environment).filters["tojson"] = _tojson
     helpers = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
     try:
         return environment.from_string(source, globals=helpers)

@@ -131,9 +131,10 @@ def _checked_folder(folder: Path) -> Path:
 
 def _pretrained(folder: Path, *, dtype: torch.dtype, **options: Any) -> Any:
     """The model of a folder; raises ValueError if weights are missing or have another shape."""
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True, local_files_only=True, **options
     )
+    model, report = loaded
     absent = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if absent:
         raise ValueError(f"no fitting weights for {', '.join(sorted(absent)[:4])} ({len(absent)} tensors in all)")

@@ -206,7 +206,10 @@ class EngineWorker:
         )
 
     def _on_unpin(self, message: UnpinVersion) -> None:
-        self._pinned.pop((message.policy, message.version), None)
+        released = self._pinned.pop((message.policy, message.version), None)
+        for request_id in [r for r, f in self._flights.items() if f.model is released]:
+            del self._flights[request_id]
+            self._fail(request_id, f"policy {message.policy!r} version {message.version} was released meanwhile")
 
     def _on_generate(self, message: Generate) -> None:
         hosted = (

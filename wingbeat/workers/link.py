@@ -72,6 +72,9 @@ class WorkerLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
+        self._failures = 0
+        self._lost_since = 0.0
+        """Monotonic: since when there was no control."""
         self.failed = False
         """The link ended although nobody asked for it: the process should be started again."""
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
@@ -115,31 +118,39 @@ class WorkerLink:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
+        has_ended = False
         try:
             asyncio.run(self._serve())
+            has_ended = True
         except SetupError as error:
             logger.error("%s", error)
-            self.failed = True
         finally:
+            self.failed = not has_ended
             self._inbox.put(Shutdown(reason="link closed"))
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        failures, lost_since = 0, time.monotonic()
+        self._failures, self._lost_since = 0, time.monotonic()
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
             while not self._stopping:
                 try:
                     async with session.ws_connect(self._url, max_msg_size=MAX_FRAME_BYTES, compress=0) as socket:
                         await self._converse(socket)
-                        failures, lost_since = 0, time.monotonic()
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in (401, 403):
+                        raise SetupError(f"control at {self._url} refused the worker key") from error
+                    self._give_up_after(error)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    if time.monotonic() - lost_since > self._give_up_s:
-                        raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
+                    self._give_up_after(error)
                 if self._stopping:
                     return
-                await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
-                failures += 1
+                await asyncio.sleep(RECONNECT_S[min(self._failures, len(RECONNECT_S) - 1)])
+                self._failures += 1
+
+    def _give_up_after(self, error: Exception) -> None:
+        if time.monotonic() - self._lost_since > self._give_up_s:
+            raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         await socket.send_bytes(encode_frame([self._register]))
@@ -160,6 +171,7 @@ class WorkerLink:
         try:
             await self._pump(socket, welcome.heartbeat_s)
         finally:
+            self._failures, self._lost_since = 0, time.monotonic()
             self._inbox.put(Disconnected())
 
     async def _pump(self, socket: aiohttp.ClientWebSocketResponse, heartbeat_s: float) -> None:

@@ -343,4 +343,5 @@ def test_gemma_knows_the_capital_of_france() -> None:
     assert config["add_bos_token"] is True
     assert "chat_template" not in config
     assert AutoTokenizer.from_pretrained(loaded.folder).encode("hi")[0] == loaded.config.bos_token_id == 2
-    assert "Paris" in _continue(loaded, "The capital of France is", max_tokens=4)
+    assert _continue(loaded, "The capital of Italy is Rome. The capital of France is", max_tokens=1) == " Paris"
+    assert _continue(loaded, "Paris is the capital of", max_tokens=1) == " France"

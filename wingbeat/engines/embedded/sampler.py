@@ -72,27 +72,27 @@ def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     A token of weight zero adds nothing to the running sum, so it is never the one that passes.
     """
     batch, vocabulary = weights_BV.shape
+    if vocabulary <= 8 * BLOCK_TOKENS:
+        running_BV = weights_BV.to(uniforms_B.dtype).cumsum(1)
+        totals_B = running_BV[:, -1]
+        return _passed(running_BV, uniforms_B * totals_B), totals_B
     blocks_BCS = F.pad(weights_BV, (0, -vocabulary % BLOCK_TOKENS)).view(batch, -1, BLOCK_TOKENS)
-    sums_BC = blocks_BCS.sum(2).to(uniforms_B.dtype).cumsum(1)
-    totals_B = sums_BC[:, -1]
-    block_B1, before_B = _passed(sums_BC, uniforms_B * totals_B)
+    sums_BC = blocks_BCS.sum(2).to(uniforms_B.dtype)
+    running_BC = sums_BC.cumsum(1)
+    totals_B = running_BC[:, -1]
+    targets_B = uniforms_B * totals_B
+    block_B1 = _passed(running_BC, targets_B).unsqueeze(1)
+    before_B = (running_BC.gather(1, block_B1) - sums_BC.gather(1, block_B1)).squeeze(1)
     inside_BS = blocks_BCS.gather(1, block_B1.unsqueeze(2).expand(batch, 1, BLOCK_TOKENS)).squeeze(1)
-    running_BS = inside_BS.to(uniforms_B.dtype).cumsum(1)
-    token_B1, _ = _passed(running_BS, uniforms_B * totals_B - before_B)
-    return (block_B1 * BLOCK_TOKENS + token_B1).squeeze(1), totals_B
+    token_B = _passed(inside_BS.to(uniforms_B.dtype).cumsum(1), (targets_B - before_B).clamp_min_(0))
+    return block_B1.squeeze(1) * BLOCK_TOKENS + token_B, totals_B
 
 
-def _passed(running_BN: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry [B, 1] of a running sum that exceeds the target, and the sum before it [B].
-
-    Targets are clamped into the sum's range, which rounding may leave by an ulp.  NaN gives entry 0.
-    """
-    ends_B = running_BN[:, -1]
-    below_B = torch.nextafter(ends_B, torch.zeros_like(ends_B))
-    targets_B1 = torch.minimum(targets_B.clamp_min(0), below_B).unsqueeze(1)
-    index_B1 = (running_BN <= targets_B1).sum(1, keepdim=True)
-    before_B1 = running_BN.gather(1, (index_B1 - 1).clamp_min(0)) * (index_B1 > 0)
-    return index_B1, before_B1.squeeze(1)
+def _passed(running_BN: Tensor, targets_B: Tensor) -> Tensor:
+    """The first entry [B] of a running sum that exceeds the target, or the first that reaches its end where
+    rounding has put the target there.  NaN gives entry 0."""
+    passed_B = (running_BN <= targets_B.unsqueeze(1)).sum(1)
+    return torch.minimum(passed_B, (running_BN < running_BN[:, -1:]).sum(1))
 
 
 def _truncate(scores_BV: Tensor, draws: Sequence[Draw]) -> Tensor:

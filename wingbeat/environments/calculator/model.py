@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -167,9 +167,8 @@ def encode_demonstration(
 ) -> tuple[list[int], list[bool]]:
     """An episode's tokens [T], and which of them [T] the assistant wrote."""
     ids = render_ids(tokenizer, messages)
-    start, assistant, end = tokenizer.convert_tokens_to_ids(
-        [START_TOKEN, tokenizer.tokenize("assistant\n")[0], END_TOKEN]
-    )
+    marks: Any = tokenizer.convert_tokens_to_ids([START_TOKEN, tokenizer.tokenize("assistant\n")[0], END_TOKEN])
+    start, assistant, end = marks
     trained: list[bool] = []
     writing = False
     for index, token in enumerate(ids):
