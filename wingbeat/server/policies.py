@@ -311,7 +311,10 @@ class PolicyHost:
         return batch
 
     async def _train(self, batch: TrainingBatch) -> StepDone | None:
-        """Take the step (None: it failed); without a trainer at hand, its successor is sent the batch from the ledger."""
+        """Take the step; without a trainer at hand, its successor is sent the batch from the ledger.
+
+        None where the step failed.
+        """
         self._in_step = True
         self._step_done = asyncio.get_running_loop().create_future()
         self._context.overlap.training(+1)

@@ -174,17 +174,43 @@ class Rollouts:
         Raises RequestError, NotFoundError (lapsed lease), OverloadedError (admission stays full).
         """
         body_digest = digest(request.model_dump_json())
-        known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
-        if known is not None:
-            return known
-        if request.lease_id is not None:
-            ticket = self._redeem(request)
-        else:
-            await self._wait_for_room(request)
+        if request.lease_id is None and request.task is None:
+            raise RequestError("expected `lease_id` or `task`, got neither", param="task")
+        for name in request.policies or ():
+            self._policy(name, request.split)
+        deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
+        while True:
             known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
-            if known is not None:  # the same begin was repeated while this one waited
+            if known is not None:  # also after a wait, in which the same begin may have been repeated
                 return known
-            ticket = self._reserve(request)
+            ticket = self._redeem(request) if request.lease_id is not None else self._reserve(request)
+            if ticket is not None:
+                break
+            await self._wait_for_room(deadline)
+        reply = self._start(request, ticket, base_url)
+        self._parts.registry.remember_begin(request.idempotency_key, body_digest, reply)
+        return reply
+
+    async def _wait_for_room(self, deadline: float) -> None:
+        """Returns when something changed.  Raises OverloadedError at the deadline."""
+        remaining = deadline - self._parts.clock()
+        if remaining <= 0 or not await self._parts.changed.wait(remaining):
+            reasons = "; ".join(self._parts.blockers()) or "every slot of the group is taken"
+            raise OverloadedError(f"no room for another episode now: {reasons}", retry_after_s=2.0)
+
+    def _start(self, request: BeginRequest, ticket: SlotTicket, base_url: str) -> BeginReply:
+        """Begin the attempt that a ticket allows: in the book, in the ledger and in memory."""
+        group = ticket.group
+        try:
+            policies = dict(self._policy(name, group.split) for name in group.policies)
+        except VersionGone:
+            self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
+            raise
+        self._parts.book.begin(ticket.episode_id, ticket.attempt)
+        self._parts.watch(
+            self._parts.ledger.record_begin(ticket.episode_id, ticket.attempt, group_id=group.id, label=request.label)
+        )
+        return self._open(request, ticket, policies, base_url=base_url)
 
     def _redeem(self, request: BeginRequest) -> SlotTicket:
         lease = self._leases.pop(request.lease_id or "", None)
@@ -192,28 +218,18 @@ class Rollouts:
             raise NotFoundError(f"lease {request.lease_id!r} has lapsed or was used; lease again", param="lease_id")
         return lease.ticket
 
-    async def _reserve(self, request: BeginRequest) -> SlotTicket:
-        """A slot for a task that the client brings: of its group if that is open, else of a new one."""
-        if request.task is None:
-            raise RequestError("expected `lease_id` or `task`, got neither", param="task")
-        for name in request.policies or ():
-            self._policy(name, request.split)
-        deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
-        while True:
-            ticket = self._try_reserve(request)
-            if ticket is not None:
-                return ticket
-            remaining = deadline - self._parts.clock()
-            if remaining <= 0 or not await self._parts.changed.wait(remaining):
-                reasons = "; ".join(self._parts.blockers()) or "every slot of the group is taken"
-                raise OverloadedError(f"no room for another episode now: {reasons}", retry_after_s=2.0)
+    def _reserve(self, request: BeginRequest) -> SlotTicket | None:
+        """A slot for a task that the client brings: of its group if that is open, else of a new one.
 
-    def _try_reserve(self, request: BeginRequest) -> SlotTicket | None:
+        None where there is no room now.
+        """
         assert request.task is not None
         declared = request.group
         task = Task(source=request.task.source, id=request.task.id, payload=request.task.payload)
+        if declared is not None and declared.id in self._closed_groups:
+            raise ConflictError(f"group {declared.id!r} has closed; use a new group id", param="group")
         if declared is not None and declared.id in self._client_groups:
-            return self._join(declared, task)
+            return self._join(declared, task, request.split)
         names = [name.partition("@")[0] for name in request.policies or ()]
         if request.split is Split.TRAIN and not self._training_wants_more(names or None):
             return None
@@ -227,16 +243,15 @@ class Rollouts:
             self._client_groups[declared.id] = spec.id
         return self._parts.book.take(spec.id)
 
-    def _join(self, declared: GroupModel, task: Task) -> SlotTicket | None:
+    def _join(self, declared: GroupModel, task: Task, split: Split) -> SlotTicket | None:
         """Another member of a group that a client declared earlier."""
         own_id = self._client_groups[declared.id]
-        spec = next((g for g, _ in self._parts.book.progress() if g.id == own_id), None)
-        if spec is None:
-            raise ConflictError(f"group {declared.id!r} has closed; use a new group id")
-        if spec.size != declared.size or (spec.task.source, spec.task.id) != (task.source, task.id):
+        spec = next(g for g, _ in self._parts.book.progress() if g.id == own_id)
+        opened = (spec.size, spec.task.source, spec.task.id, spec.split)
+        if opened != (declared.size, task.source, task.id, split):
             raise ConflictError(
-                f"group {declared.id!r} was opened with size {spec.size} on task {spec.task.id!r};"
-                f" got size {declared.size} on {task.id!r}",
+                f"group {declared.id!r} was opened with size {spec.size} on {spec.split} task {spec.task.id!r};"
+                f" got size {declared.size} on {split} task {task.id!r}",
                 param="group",
             )
         free = {g.id for g in self._parts.book.groups_with_free_slots()}
@@ -258,7 +273,9 @@ class Rollouts:
             raise VersionGone(f"{name!r} is not held: POST /api/evaluations pins a version", param="policies")
         return base, int(version)
 
-    def _open(self, request: BeginRequest, ticket: SlotTicket, base_url: str) -> BeginReply:
+    def _open(
+        self, request: BeginRequest, ticket: SlotTicket, policies: dict[str, int | None], *, base_url: str
+    ) -> BeginReply:
         """Create the attempt in memory and the reply that describes it."""
         group, server = ticket.group, self._parts.config.server
         key = new_episode_key()
@@ -266,7 +283,7 @@ class Rollouts:
             episode_id=ticket.episode_id,
             attempt=ticket.attempt,
             group=group,
-            policies=dict(self._policy(name, group.split) for name in group.policies),
+            policies=policies,
             label=request.label,
             key_digest=digest(key),
             idle_timeout_s=request.idle_timeout_s or server.idle_timeout_s,
@@ -294,7 +311,8 @@ class Rollouts:
         now = self._parts.clock()
         for lease_id in [k for k, lease in self._leases.items() if lease.expires < now]:
             ticket = self._leases.pop(lease_id).ticket
-            self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
+            with contextlib.suppress(ConflictError):  # its group has closed, or a late finish took the slot
+                self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
             self._parts.changed.notify()
         for episode in self._parts.registry.silent(self._parts.config.server.heartbeat_s):
             self._parts.registry.lose(episode)
@@ -309,6 +327,9 @@ class Rollouts:
             self._parts.changed.notify()
 
     def forget_groups(self, group_ids: set[str]) -> None:
-        """Groups that closed: a client's names for them are free again after this run."""
+        """Groups that closed: their clients' names for them take no more members."""
         for declared in [k for k, own in self._client_groups.items() if own in group_ids]:
-            self._client_groups[declared] = ""
+            del self._client_groups[declared]
+            self._closed_groups[declared] = None
+        while len(self._closed_groups) > REMEMBERED_GROUPS:
+            self._closed_groups.popitem(last=False)

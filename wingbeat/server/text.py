@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from wingbeat.core.types import FinishReason
 from wingbeat.tracking.messages import Message
 from wingbeat.tracking.parsing import MARKERS, PYTHON_TAG, Reply
+from wingbeat.tracking.template import ChatTemplate, ToolFormat
 
 THINK = "<think>"
 TOOL_CALL = "<tool_call>"
-from wingbeat.tracking.template import ChatTemplate, ToolFormat
 
 
 @dataclass(slots=True)

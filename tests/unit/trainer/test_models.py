@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from wingbeat.core.errors import ModelSourceError
-from wingbeat.trainer.models import LoadedModel, load_model, resolve_model
+from wingbeat.trainer.models import LoadedModel, load_model, main, resolve_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*CONTROL, "Ċ", "Ġ", *"0123456789", *"abcdef", "ĊĊ", "ab"]
@@ -295,7 +295,8 @@ def test_a_path_to_nothing_is_refused(source: str | Path) -> None:
         resolve_model(source)
 
 
-def test_a_hub_name_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_hub_name_without_the_hub(tmp_path: Path) -> None:
     code = "import sys; from wingbeat.trainer.models import main; sys.exit(main(['owner/name']))"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -303,10 +304,15 @@ def test_a_hub_name_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "expected the model 'owner/name'" in done.stderr.splitlines()[-1]
 
 
-def test_the_command_prints_the_path(gguf: Path, cache: Path) -> None:
-    command = [sys.executable, "-m", "wingbeat.trainer.models", str(gguf)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert Path(json.loads(done.stdout.splitlines()[-1])["path"]) == resolve_model(gguf)
+def test_the_command_prints_the_path_or_one_line_of_reason(
+    gguf: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(gguf)]) == 0
+    assert Path(json.loads(capsys.readouterr().out.splitlines()[-1])["path"]) == resolve_model(gguf)
+    assert main(["./nowhere"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
 
 
 # --- the packages of requirements-models.txt ----------------------------------------------------
