@@ -33,7 +33,8 @@ DESCRIPTION = (
     "(median 24, clipped to 4..256); a turn's prompt is everything before it. ours: the embedded engine, logprobs "
     "included, best of 1 and 2 threads. hf: the best of transformers generate (left-padded batches, turn by turn, "
     "each stopped at its longest) and of the continuous batching behind generate_batch (fed like ours), with 1 and 2 "
-    "threads. Each figure is the best of the repeats."
+    "threads. Each figure is the best of the repeats. per_cpu_second: the same per second of process CPU time, which a "
+    "busy machine disturbs less."
 )
 
 
@@ -60,17 +61,23 @@ class Result:
 def jobs(*, quick: bool, repeats: int) -> list[Job]:
     """What every system serves, in order; the same for all.
 
-    Single requests are short and feel every disturbance, so they are measured more often.
+    Short measurements feel every disturbance, so they are taken more often.
     """
-    sizes = {1: (1, 1, 4), 16: (16, 24, 1), 64: (64, 96, 1)}
+    plan = [
+        ("equal", 1, 1, 4),
+        ("trace", 1, 1, 2),
+        ("equal", 16, 16, 4),
+        ("trace", 16, 24, 1),
+        ("equal", 64, 64, 4),
+        ("trace", 64, 96, 1),
+    ]
     if quick:
-        sizes = {1: (1, 1, 2), 16: (16, 16, 1)}
+        plan = [("equal", 1, 1, 2), ("trace", 1, 1, 1), ("equal", 16, 16, 2), ("trace", 16, 16, 1)]
     return [
-        Job(workload, concurrency, count, seed)
+        Job(workload, concurrency, episodes, seed)
         for repeat in range(repeats)
-        for concurrency, (equal, trace, times) in sizes.items()
+        for workload, concurrency, episodes, times in plan
         for seed in range(repeat * times, (repeat + 1) * times)
-        for workload, count in (("equal", equal), ("trace", trace))
     ]
 
 
@@ -80,6 +87,7 @@ class Worker:
     def __init__(self, system: str, *, threads: int) -> None:
         self.system = system
         self.threads = threads
+        self.name = f"{system} x{threads}"
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine", "--worker", system, "--threads", str(threads)],
@@ -101,7 +109,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"worker {self.system} x{self.threads} died with exit code {self._process.wait()}")
+            raise RuntimeError(f"worker {self.name} died with exit code {self._process.wait()}")
         return json.loads(line)
 
     def __enter__(self) -> Self:
@@ -145,57 +153,80 @@ def _say(message: dict[str, Any]) -> None:
 
 
 Results = dict[tuple[str, int, Job], Result]
+Table = dict[str, dict[str, float]]
 
 
 def measure_all(todo: Sequence[Job], threads: Sequence[int]) -> tuple[Results, list[str]]:
-    """Every job on every worker, taking turns; also the workers given up.
+    """Every job on every worker, taking turns; also what was given up.
 
-    Two threads on a machine without two idle cores can be tens of times slower than one.  Such a worker is
-    given up after the job that shows it: it could not have been the best of its side.
+    What cannot become the best of its side is not measured on: a worker far slower than its single-threaded
+    twin (two threads without two idle cores can be tens of times slower than one) is given up altogether, one
+    far slower than the best of its side is given up for this workload and concurrency.
     """
     results: Results = {}
     given_up: list[str] = []
+    hopeless: set[tuple[Worker, str, int]] = set()
     with ExitStack() as stack:
         workers = [
             stack.enter_context(Worker(system, threads=count)) for system in (OURS, *THEIRS) for count in threads
         ]
         for job in todo:
-            for worker in tuple(workers):
+            cell = (job.workload, job.concurrency)
+            for worker in [w for w in workers if (w, *cell) not in hopeless]:
                 result = results[worker.system, worker.threads, job] = worker.measure(job)
-                name = f"{worker.system} x{worker.threads}"
-                rate = result.tokens / result.wall_s
-                sys.stderr.write(f"{job.workload} at {job.concurrency}: {name}: {rate:.0f} tok/s\n")
-                if result.wall_s > HOPELESS * results[worker.system, threads[0], job].wall_s:
+                _progress(job, worker, result)
+                twin = results.get((worker.system, threads[0], job))
+                if twin is not None and result.wall_s > HOPELESS * twin.wall_s:
                     workers.remove(worker)
-                    given_up.append(name)
+                    given_up.append(worker.name)
+            best = min((r.wall_s for (system, _, j), r in results.items() if j == job and system != OURS), default=0.0)
+            for worker in workers:
+                done = results.get((worker.system, worker.threads, job))
+                if worker.system != OURS and done is not None and done.wall_s > HOPELESS * best:
+                    hopeless.add((worker, *cell))
+                    given_up.append(f"{worker.name} in {job.workload} at {job.concurrency}")
     return results, given_up
+
+
+def _progress(job: Job, worker: Worker, result: Result) -> None:
+    rate = result.tokens / result.wall_s
+    sys.stderr.write(f"{job.workload} at {job.concurrency}: {worker.name}: {rate:.0f} tok/s\n")
 
 
 def report(results: Results, *, given_up: list[str], quick: bool, elapsed_s: float) -> dict[str, Any]:
     """The JSON object: the compared figures, the bars, and every system's own figures."""
     best: dict[tuple[str, str, str], dict[str, float]] = {}
     for (system, threads, job), result in results.items():
-        cell = best.setdefault((job.workload, str(job.concurrency), f"{system}x{threads}"), {"wall": 0.0, "cpu": 0.0})
+        cell = best.setdefault((job.workload, str(job.concurrency), f"{system} x{threads}"), {"wall": 0.0, "cpu": 0.0})
         cell["wall"] = max(cell["wall"], round(result.tokens / result.wall_s, 1))
         cell["cpu"] = max(cell["cpu"], round(result.tokens / result.cpu_s, 1))
-    out: dict[str, Any] = {"description": DESCRIPTION}
-    detail: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for workload in ("equal", "trace"):
-        table: dict[str, dict[str, float]] = {"ours": {}, "hf": {}, "ratio": {}}
-        for (name, concurrency, system), cell in best.items():
-            if name == workload:
-                side = "ours" if system.startswith(f"{OURS}x") else "hf"
-                table[side][concurrency] = max(table[side].get(concurrency, 0.0), cell["wall"])
-                detail.setdefault(workload, {}).setdefault(concurrency, {})[system] = cell
-        table["ratio"] = {c: round(table["ours"][c] / table["hf"][c], 3) for c in table["ours"]}
-        out[workload] = table
-    out["bars"] = _bars(out["equal"]["ratio"], out["trace"]["ratio"])
-    out["tokens_per_second_by_system"] = detail
-    out["given_up"] = given_up
-    out["quick"] = quick
-    out["elapsed_s"] = round(elapsed_s, 1)
-    out["machine"] = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()}
-    return out
+    equal, trace = (_compare(best, workload, per="wall") for workload in ("equal", "trace"))
+    by_system: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for (workload, concurrency, name), cell in best.items():
+        by_system.setdefault(workload, {}).setdefault(concurrency, {})[name] = cell
+    return {
+        "description": DESCRIPTION,
+        "equal": equal,
+        "trace": trace,
+        "bars": _bars(equal["ratio"], trace["ratio"]),
+        "per_cpu_second": {workload: _compare(best, workload, per="cpu") for workload in ("equal", "trace")},
+        "tokens_per_second_by_system": by_system,
+        "given_up": given_up,
+        "quick": quick,
+        "elapsed_s": round(elapsed_s, 1),
+        "machine": {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()},
+    }
+
+
+def _compare(best: dict[tuple[str, str, str], dict[str, float]], workload: str, *, per: str) -> Table:
+    """Ours, theirs and the ratio by concurrency, per second of wall or CPU time."""
+    table: Table = {"ours": {}, "hf": {}, "ratio": {}}
+    for (name, concurrency, system), cell in best.items():
+        if name == workload:
+            side = table["ours" if system.startswith(f"{OURS} ") else "hf"]
+            side[concurrency] = max(side.get(concurrency, 0.0), cell[per])
+    table["ratio"] = {c: round(ours / table["hf"][c], 3) for c, ours in table["ours"].items()}
+    return table
 
 
 def _bars(equal: dict[str, float], trace: dict[str, float]) -> dict[str, bool | None]:

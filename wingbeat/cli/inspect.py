@@ -15,7 +15,6 @@ from wingbeat.core.errors import SetupError
 from wingbeat.core.types import Provenance
 from wingbeat.dataflow.ledger_reader import LedgerReader, open_read_only
 from wingbeat.dataflow.ledger_views import AttemptView
-from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.serialize import load_graph
 from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn
@@ -106,10 +105,12 @@ def _show_attempt(console: Console, attempt: AttemptView, templates: dict[str, C
         )
     graph = load_graph(record.graph)
     for turn in graph.turns:
-        _show_turn(console, graph, turn, templates.get(turn.policy))
+        trained = any(status.policy == turn.policy for status in attempt.samples)
+        _show_turn(console, turn, templates.get(turn.policy), trained=trained)
 
 
-def _show_turn(console: Console, graph: EpisodeGraph, turn: Turn, template: ChatTemplate | None) -> None:
+def _show_turn(console: Console, turn: Turn, template: ChatTemplate | None, *, trained: bool) -> None:
+    """``trained`` False: the episode has no samples of this policy (evaluation, or an outcome that does not count)."""
     parent = f"extends {turn.parent_id}" if turn.parent_id else "prompt rendered anew"
     why = f" (fork: {turn.fork_reason})" if turn.fork_reason else ""
     console.print()
@@ -137,7 +138,7 @@ def _show_turn(console: Console, graph: EpisodeGraph, turn: Turn, template: Chat
             Provenance.SAMPLED,
             str(version),
             "-" if math.isnan(logprob) else f"{logprob:.4f}",
-            "yes" if trains and turn.temperature > 0 else "no",
+            "yes" if trained and trains and turn.temperature > 0 else "no",
         )
         position += 1
     console.print(table)

@@ -13,7 +13,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -64,13 +66,23 @@ class AnnouncedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, address_file: Path) -> None:
         super().__init__(config)
         self._address_file = address_file
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_signal: Callable[[], None] = lambda: None
+        """Called on the loop when SIGTERM comes."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             where = {"url": f"http://{host}:{port}", "pid": os.getpid()}
             write_atomically(self._address_file, json.dumps(where).encode())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Tell control before connections are closed, so that nobody's long wait is cut off."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.on_signal)
+        super().handle_exit(sig, frame)
 
 
 async def serve(launch: Launch, worker_key: str) -> None:
@@ -95,6 +107,7 @@ async def serve(launch: Launch, worker_key: str) -> None:
         ),
         address_file=launch.run_dir / "server.json",
     )
+    server.on_signal = control.announce_stop
     control.on_stop = lambda: setattr(server, "should_exit", True)
     await server.serve(sockets=[listener])
     if not server.started:

@@ -114,6 +114,7 @@ class Control:
                 changed=self.changed,
                 watch=self.watch,
                 is_complete=lambda: self.complete,
+                is_stopping=lambda: self.stopping,
                 blockers=lambda: blockers(self),
                 clock=clock,
             )
@@ -225,10 +226,14 @@ class Control:
             self.events.emit("control_failed", error=repr(error))
             self.request_stop()
 
-    def request_stop(self) -> None:
-        """Stop the server (the supervisor sees a clean exit and does not restart it)."""
+    def announce_stop(self) -> None:
+        """The process will end soon: whoever waits for work is told now, not cut off later."""
         self.stopping = True
         self.changed.notify()
+
+    def request_stop(self) -> None:
+        """Stop the server (the supervisor sees a clean exit and does not restart it)."""
+        self.announce_stop()
         self.on_stop()
 
     async def _background(self) -> None:
@@ -316,6 +321,8 @@ class Control:
         self._metrics_file.write(json.dumps(line) + "\n")
         self._metrics_file.flush()
         self.events.emit("step", **line)
+        for reason, count in host.buffer.discards.items():
+            self.metrics.set_discarded(host.name, reason, count.num_episodes)
         every = self.config.eval.every
         if every and host.version % every == 0 and host.version < self.config.run.steps:
             if self._can_evaluate():

@@ -26,7 +26,7 @@ from wingbeat.server.policies import PolicyHost
 from wingbeat.server.rewards import Credit, assign_rewards
 from wingbeat.server.signals import Changed
 from wingbeat.tracking.serialize import dump_graph
-from wingbeat.tracking.timelines import build_samples
+from wingbeat.tracking.timelines import build_samples, count_untrainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,8 @@ class Finishing:
         samples: list[EpisodeSamples] = []
         if is_agent and episode.split is Split.TRAIN:
             for policy in trainable:
+                for reason, count in count_untrainable(episode.graph, policy=policy).items():
+                    self._parts.metrics.untrainable.labels(policy, reason).inc(count)
                 for agent, parts in build_samples(episode.graph, policy=policy, episode_id=episode.episode_id).items():
                     samples.append(
                         EpisodeSamples(

@@ -27,8 +27,11 @@ class ControlMetrics:
         self.episodes = Counter(
             "wingbeat_episodes", "Episodes ended, by outcome or loss.", ["split", "outcome"], registry=r
         )
-        self.discarded = Counter(
-            "wingbeat_discarded_episodes", "Finished episodes that were not trained.", ["policy", "reason"], registry=r
+        self.discarded = Gauge(
+            "wingbeat_discarded_episodes", "Finished episodes not trained, so far.", ["policy", "reason"], registry=r
+        )
+        self.untrainable = Counter(
+            "wingbeat_untrainable_tokens", "Sampled tokens that cannot train.", ["policy", "reason"], registry=r
         )
         self.late_finishes = Counter(
             "wingbeat_late_finishes", "Finishes refused because a successor attempt had begun.", registry=r
@@ -50,6 +53,9 @@ class ControlMetrics:
         self.turns.labels(policy).inc()
         self.sampled_tokens.labels(policy).inc(num_tokens)
         self.turn_seconds.labels(policy).observe(seconds)
+
+    def set_discarded(self, policy: str, reason: str, num_episodes: int) -> None:
+        self.discarded.labels(policy, reason).set(num_episodes)
 
     def step(self, policy: str, version: int, values: dict[str, float]) -> None:
         self.train_steps.labels(policy).inc()

@@ -24,6 +24,7 @@ from wingbeat.core.errors import (
     NotFoundError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownPolicy,
     VersionGone,
 )
@@ -72,6 +73,7 @@ class RolloutParts:
     changed: Changed
     watch: Callable[[Future[Any]], None]
     is_complete: Callable[[], bool]
+    is_stopping: Callable[[], bool]
     blockers: Callable[[], list[str]]
     clock: Callable[[], float]
 
@@ -95,11 +97,13 @@ class Rollouts:
         """Up to ``max_leases`` slots; waits for the first at most ``wait_s``."""
         deadline = self._parts.clock() + min(request.wait_s, self._parts.config.server.begin_wait_s)
         while True:
-            if self._parts.is_complete():
-                return LeaseReply(leases=[], stop=True, reason="the run is complete")
+            if self._parts.is_stopping():
+                raise UnavailableError("the server is stopping; ask again when it is back")
             tickets = self._take(request.max_leases, request.splits)
             if tickets:
                 return LeaseReply(leases=[self._lease(ticket) for ticket in tickets])
+            if self._parts.is_complete():
+                return LeaseReply(leases=[], stop=True, reason="the run is complete")
             remaining = deadline - self._parts.clock()
             if remaining <= 0 or not await self._parts.changed.wait(remaining):
                 reasons = self._parts.blockers()
@@ -192,7 +196,9 @@ class Rollouts:
         return reply
 
     async def _wait_for_room(self, deadline: float) -> None:
-        """Returns when something changed.  Raises OverloadedError at the deadline."""
+        """Returns when something changed.  Raises OverloadedError at the deadline, UnavailableError at the end."""
+        if self._parts.is_stopping():
+            raise UnavailableError("the server is stopping; begin again when it is back")
         remaining = deadline - self._parts.clock()
         if remaining <= 0 or not await self._parts.changed.wait(remaining):
             reasons = "; ".join(self._parts.blockers()) or "every slot of the group is taken"

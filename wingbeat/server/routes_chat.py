@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -21,6 +21,7 @@ from wingbeat.server.episodes import EpisodeState, OpenEpisode
 from wingbeat.server.gateway import Choice, Prepared
 
 JSON = "application/json"
+R = TypeVar("R")
 NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 CHAT_SCHEMA: dict[str, Any] = {
@@ -91,7 +92,7 @@ async def _answer(control: Control, episode: OpenEpisode, prepared: Prepared, re
     work = asyncio.create_task(control.gateway.complete(episode, prepared), name="turn")
     episode.calls.add(work)
     try:
-        choices = await _unless_gone(work, request)
+        choices = await unless_gone(request, work)
     except asyncio.CancelledError:
         if work.cancelled() and episode.state is not EpisodeState.OPEN:
             raise EpisodeClosed(f"episode {episode.episode_id} ended while this call ran") from None
@@ -104,20 +105,21 @@ async def _answer(control: Control, episode: OpenEpisode, prepared: Prepared, re
     return Response(responses.completion(prepared, choices), media_type=JSON, headers=prepared.enforced)
 
 
-async def _unless_gone(work: asyncio.Task[list[Choice]], request: Request) -> list[Choice]:
-    """Wait for the work and, beside it, for the caller to hang up."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, R] | asyncio.Task[R]) -> R:
+    """Wait for ``work``; if the caller hangs up first, cancel it, so that nothing is done for nobody."""
+    task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request), name="disconnect")
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             raise UnavailableError("the caller hung up")
-        return work.result()
+        return task.result()
     finally:
         gone.cancel()
-        if not work.done():
-            work.cancel()
+        if not task.done():
+            task.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -35,7 +35,7 @@ from wingbeat.core.types import Task
 from wingbeat.server.control import Control, policy_reply
 from wingbeat.server.episodes import OpenEpisode, task_model
 from wingbeat.server.keys import RoleKeys
-from wingbeat.server.routes_chat import decode_json
+from wingbeat.server.routes_chat import decode_json, unless_gone
 from wingbeat.server.sources import SavedSource, save_source
 
 M = TypeVar("M", bound=Wire)
@@ -72,7 +72,8 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
     @router.post("/tasks/lease", openapi_extra=body_schema(LeaseRequest))
     async def lease(request: Request) -> LeaseReply:
         keys.require_admin(request.headers)
-        return await control.rollouts.lease(parse(LeaseRequest, await request.body()))
+        wanted = parse(LeaseRequest, await request.body())
+        return await unless_gone(request, control.rollouts.lease(wanted))
 
     @router.post("/episodes", openapi_extra=body_schema(BeginRequest))
     async def begin(request: Request) -> BeginReply:
@@ -80,7 +81,8 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
         wanted = parse(BeginRequest, await request.body())
         if (wanted.lease_id is None) == (wanted.task is None):
             raise RequestError("send exactly one of `lease_id` and `task`", param="lease_id")
-        return await control.rollouts.begin(wanted, base_url=f"{str(request.base_url).rstrip('/')}/v1")
+        base_url = f"{str(request.base_url).rstrip('/')}/v1"
+        return await unless_gone(request, control.rollouts.begin(wanted, base_url=base_url))
 
     @router.get("/episodes/{episode_id}")
     async def get_episode(request: Request, episode_id: str) -> EpisodeReply:
@@ -112,11 +114,13 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
     router = APIRouter(tags=["run"])
 
     @router.get("/api/status")
-    async def status() -> StatusReply:
+    async def status(request: Request) -> StatusReply:
+        keys.require_admin(request.headers)
         return control.status()
 
     @router.get("/api/policies")
-    async def policies() -> list[PolicyReply]:
+    async def policies(request: Request) -> list[PolicyReply]:
+        keys.require_admin(request.headers)
         return [policy_reply(control, host) for host in control.policies.values()]
 
     @router.post("/api/evaluations", openapi_extra=body_schema(EvaluationRequest))
@@ -126,7 +130,8 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
         return control.evaluations.reply(control.evaluations.start(wanted))
 
     @router.get("/api/evaluations/{evaluation_id}")
-    async def evaluation(evaluation_id: str) -> EvaluationReply:
+    async def evaluation(request: Request, evaluation_id: str) -> EvaluationReply:
+        keys.require_admin(request.headers)
         return control.evaluations.reply(evaluation_id)
 
     @router.post("/api/stop")
@@ -136,7 +141,8 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
         return {"state": "stopping"}
 
     @router.get("/api/events")
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
+        keys.require_admin(request.headers)
         return StreamingResponse(_follow(control), media_type="text/event-stream")
 
     @router.get("/metrics")

@@ -18,7 +18,9 @@ def blockers(control: Control) -> list[str]:
     """Everything that stands in the way, most important first; empty when work flows."""
     found: list[str] = []
     if control.error is not None:
-        found.append(f"control failed: {control.error!r}; restart with --resume")
+        found.append(
+            f"control failed: {control.error!r}; it ends itself and continues from the ledger when started again"
+        )
     found += [link.failure for link in control.engines.links if link.failure]
     if not control.engines.links:
         found.append("no engine is connected")

@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=KV_HEADS,
     head_dim=HEAD_DIM,
     max_position_embeddings=64,
-    rope_theta=500.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     tie_word_embeddings=True,
     initializer_range=0.3,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from wingbeat.core.errors import ModelSourceError
 from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.engines.embedded.weights import model_tensors
 
 PREFIX = "base_model.model."
 SUFFIX_A = ".lora_A.weight"
@@ -29,6 +31,8 @@ class AdapterMerger:
         self._model = model
         self._adapter = adapter
         self._base: dict[str, Tensor] = {}
+        uses = Counter(id(tensor) for tensor in model_tensors(model).values())
+        self._tied = frozenset(tensor for tensor, count in uses.items() if count > 1)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -88,7 +92,7 @@ class AdapterMerger:
             ) from None
         if not isinstance(module, nn.Linear):
             raise ModelSourceError(f"adapter targets {name!r}, a {type(module).__name__}; only nn.Linear can be merged")
-        if sum(tensor is module.weight for tensor in self._model.state_dict(keep_vars=True).values()) > 1:
+        if id(module.weight) in self._tied:
             raise ModelSourceError(f"adapter targets {name!r}, whose weight is tied; merging would change both users")
         return module.weight
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 BLOCK_TOKENS = 256
 """Short enough for float32 sums within a block, long enough for few blocks."""
+MAX_FLAT_TOKENS = 2048
+"""Vocabularies up to this size are one block: fewer, if larger, operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     A token of weight zero adds nothing to the running sum, so it is never the one that passes.
     """
     batch, vocabulary = weights_BV.shape
-    if vocabulary <= 8 * BLOCK_TOKENS:
+    if vocabulary <= MAX_FLAT_TOKENS:
         running_BV = weights_BV.to(uniforms_B.dtype).cumsum(1)
         totals_B = running_BV[:, -1]
         return _passed(running_BV, uniforms_B * totals_B), totals_B
