@@ -156,6 +156,18 @@ async def test_an_unknown_field_of_the_episode_api(api: Api, episode: Begun) -> 
     wrong.refused(400, "invalid_request", "`polices`")
 
 
+async def test_a_task_that_is_nested_too_deeply(api: Api, bystander: Begun) -> None:
+    """Else it would be dealt out and break every lease."""
+    payload: dict[str, Any] = {}
+    for _ in range(300):
+        payload = {"a": payload}
+    task = {"source": "deep", "id": "1", "payload": payload}
+    wrong = await api.call("POST", "/api/episodes", api.begin_body(task=task))
+    wrong.refused(400, "invalid_request", "`task.payload`", "nested deeper than 64")
+    put = await api.call("PUT", "/api/tasks/deep", {"tasks": [task]})
+    put.refused(400, "invalid_request", "`tasks.0.payload`", "nested deeper than 64")
+
+
 async def test_an_unknown_path_and_method(api: Api, bystander: Begun) -> None:
     (await api.call("GET", "/api/nothing")).refused(404, "not_found", "/api/nothing")
     (await api.call("DELETE", "/api/episodes")).refused(405, "method_not_allowed", "/api/episodes")

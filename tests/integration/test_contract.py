@@ -114,9 +114,12 @@ async def test_an_abort_ends_the_calls_in_flight(api: Api) -> None:
 async def test_a_finish_ends_the_calls_in_flight(api: Api) -> None:
     episode = await api.begin(split="eval", policies=["babbler"])
     call = asyncio.create_task(api.chat(episode, max_tokens=4000))
-    await api.until_metric("wingbeat_requests_in_flight", 1)
+    stream = asyncio.create_task(api.chat(episode, max_tokens=4000, stream=True, n=2))
+    await api.until_metric("wingbeat_requests_in_flight", 3)
     assert (await api.finish(episode)).status == 200
     (await call).refused(409, "episode_closed", "ended while this call ran")
+    last = (await stream).body.strip().rpartition("\n\n")[2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "episode_closed"
 
 
 async def test_a_refused_finish_changes_nothing(api: Api) -> None:
@@ -164,6 +167,12 @@ async def test_an_open_request_is_a_sign_of_life(api: Api, server: Server) -> No
     assert answer.body["usage"]["completion_tokens"] == 2500
     assert episode.id not in {event["episode_id"] for event in server.events_named("episode_lost")}
     await api.abort(episode)
+
+
+async def test_clients_may_announce_the_same_source_at_once(api: Api) -> None:
+    body = {"split": "eval", "tasks": [{"source": "same", "id": str(i)} for i in range(200)]}
+    answers = await asyncio.gather(*(api.call("PUT", "/api/tasks/same", body) for _ in range(16)))
+    assert {answer.status for answer in answers} == {200}
 
 
 async def test_a_heartbeat_is_a_sign_of_life(api: Api) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_validator
 
 from wingbeat.core.types import Outcome, Split
 
 API_VERSION = 1
 MAX_GROUP_SIZE = 1024
+MAX_PAYLOAD_DEPTH = 64
 
 Identifier = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[FiniteFloat, Strict()]
 """A finite JSON number; neither true nor "1.0" is one."""
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return cast(dict[str, Any], node).values()
+    return cast(list[Any], node) if isinstance(node, list) else ()
 
 
 class Wire(BaseModel):
@@ -28,6 +36,17 @@ class TaskModel(Wire):
     source: Identifier = "default"
     id: Identifier
     payload: dict[str, Any] = {}
+
+    @field_validator("payload")
+    @classmethod
+    def _is_shallow(cls, payload: dict[str, Any]) -> dict[str, Any]:
+        """What is taken here must be written again, by encoders that recurse."""
+        level: list[Any] = [payload]
+        for _ in range(MAX_PAYLOAD_DEPTH):
+            level = [child for node in level for child in _children(node)]
+            if not level:
+                return payload
+        raise ValueError(f"nested deeper than {MAX_PAYLOAD_DEPTH} levels")
 
 
 class GroupModel(Wire):

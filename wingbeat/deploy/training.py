@@ -120,11 +120,25 @@ async def _follow(
             result = task.result()
             if isinstance(result, SetupError):
                 raise result
-        return done.result() if done.done() else {}
+        if not done.done():
+            return {}
+        await _check_trained(swarm)
+        return done.result()
     finally:
         for task in watchers:
             task.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _check_trained(swarm: AsyncSwarm) -> None:
+    """Raises SetupError where a run is complete because training stopped before its last step."""
+    status = await swarm.status()
+    for policy in status.policies:
+        if policy.trainer != "frozen" and policy.version < (status.total_steps or 0):
+            raise SetupError(
+                f"policy {policy.name!r} stopped at step {policy.version} of {status.total_steps}:"
+                f" {'; '.join(status.blockers)}; fix it and continue with --resume"
+            )
 
 
 async def _events(swarm: AsyncSwarm, on_event: OnEvent, done: asyncio.Future[dict[str, Any]]) -> None:

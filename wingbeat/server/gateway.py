@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wingbeat.core.errors import ContextOverflow, UnknownPolicy, UnsupportedField
+from wingbeat.core.errors import ContextOverflow, EpisodeClosed, UnknownPolicy, UnsupportedField
 from wingbeat.core.types import FinishReason, SamplingParams, Split
 from wingbeat.server.chat import ChatCall
 from wingbeat.server.engines import EnginePool
@@ -130,11 +130,13 @@ class Gateway:
                     async for item in turn:
                         queue.put_nowait(item)
             except asyncio.CancelledError:
+                queue.put_nowait(EpisodeClosed(f"episode {episode.episode_id} ended while this call ran"))
                 raise
             except Exception as error:  # noqa: BLE001 - handed to the reader below, who raises it
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(run(i), name=f"choice-{i}") for i in range(prepared.call.n)]
+        episode.calls.update(tasks)
         try:
             pending = len(tasks)
             while pending:
@@ -147,6 +149,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            episode.calls.difference_update(tasks)
 
     async def _turn(
         self, episode: OpenEpisode, prepared: Prepared, index: int, *, stream: bool

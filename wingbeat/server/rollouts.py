@@ -180,7 +180,7 @@ class Rollouts:
         body_digest = digest(request.model_dump_json())
         if request.lease_id is None and request.task is None:
             raise RequestError("expected `lease_id` or `task`, got neither", param="task")
-        for name in request.policies or ():
+        for name in (request.policies or ()) if request.lease_id is None else ():
             self._policy(name, request.split)
         deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
         while True:

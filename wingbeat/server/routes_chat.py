@@ -129,9 +129,6 @@ async def _disconnected(request: Request) -> None:
 
 async def _stream(control: Control, episode: OpenEpisode, prepared: Prepared) -> AsyncIterator[bytes]:
     """Server-sent events; the response id is the turn id of the first choice."""
-    task = asyncio.current_task()
-    assert task is not None
-    episode.calls.add(task)
     done: list[Choice] = []
     turn_id = ""
     try:
@@ -151,7 +148,6 @@ async def _stream(control: Control, episode: OpenEpisode, prepared: Prepared) ->
     except WingbeatError as error:
         yield responses.error_event(error)
     finally:
-        episode.calls.discard(task)
         episode.last_seen = control.clock()
 
 

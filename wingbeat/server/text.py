@@ -123,9 +123,10 @@ class TextStream:
         if not self.stopped:
             return parsed.message
         message = parsed.message
+        content = message.content.partition(self._found)[0]
         return replace(
             message,
-            content=message.content.partition(self._found)[0],
+            content=content.rstrip() if message.tool_calls else content,
             reasoning=message.reasoning.partition(self._found)[0],
         )
 

@@ -26,10 +26,10 @@ class CarelessAgent:
     call_rate: float = 0.5
     """It calls the tool; else it answers at once with a random number."""
 
-    expression_rate: float = 0.85
-    """Its call asks what the user asked; else for a random task's expression."""
+    expression_rate: float = 0.8
+    """Its call asks what the user asked; else an unrelated expression of one- and two-digit numbers."""
 
-    report_rate: float = 0.65
+    report_rate: float = 0.7
     """It reports what the tool returned; else a random number."""
 
     @property
@@ -43,11 +43,17 @@ class CarelessAgent:
         if rng.random() >= self.call_rate:
             return [question, _answer(rng.choice(_ALL_TASKS).answer)]
         copied = rng.random() < self.expression_rate
-        expression = task.expression if copied else rng.choice(_ALL_TASKS).expression
+        expression = task.expression if copied else _unrelated_expression(rng)
         observation = calc(expression)
         reported = rng.random() < self.report_rate
         answer = observation if reported else rng.choice(_ALL_TASKS).answer
         return [question, _call(expression), tool_message(observation), _answer(answer)]
+
+
+def _unrelated_expression(rng: random.Random) -> str:
+    """Numbers beyond the tasks' digits: their results make copying a skill rather than a table."""
+    left, right = (rng.randrange(10 ** rng.choice((1, 2))) for _ in range(2))
+    return f"{left}{rng.choice('+-*')}{right}"
 
 
 def tool_message(observation: str) -> Message:

@@ -1,0 +1,53 @@
+"""Who earned what."""
+
+from __future__ import annotations
+
+import pytest
+
+from wingbeat.core.errors import InvalidReward
+from wingbeat.core.protocol import Rewards
+from wingbeat.server.rewards import Credit, assign_rewards
+
+CREDIT = Credit(
+    agents=[("solver", ""), ("solver", "critic"), ("judge", "")],
+    turns={"t1": ("solver", ""), "t2": ("solver", "critic"), "t3": ("solver", "critic")},
+    policies=["solver", "judge", "idle"],
+)
+
+
+def test_a_number_goes_to_every_agent() -> None:
+    expected = {("solver", ""): 0.5, ("solver", "critic"): 0.5, ("judge", ""): 0.5}
+    assert assign_rewards(0.5, CREDIT, required=["solver", "judge"]) == expected
+
+
+def test_an_agent_overrides_its_policy_and_turns_add() -> None:
+    rewards = Rewards(
+        policies={"solver": 1.0, "idle": 9.0}, agents={"solver:critic": -1.0}, turns={"t1": 0.25, "t2": 0.5, "t3": 2.0}
+    )
+    assert assign_rewards(rewards, CREDIT, required=["solver"]) == {("solver", ""): 1.25, ("solver", "critic"): 1.5}
+
+
+def test_a_turn_alone_is_a_reward_and_zero_is_not_absence() -> None:
+    rewards = Rewards(agents={"solver": 0.0, "judge": 0}, turns={"t2": 3.0})
+    assigned = assign_rewards(rewards, CREDIT, required=["solver", "judge"])
+    assert assigned == {("solver", ""): 0.0, ("solver", "critic"): 3.0, ("judge", ""): 0.0}
+
+
+def test_a_policy_that_trains_must_be_rewarded() -> None:
+    with pytest.raises(InvalidReward, match=r"rewards\.policies\['judge'\]"):
+        assign_rewards(Rewards(policies={"solver": 1.0}), CREDIT, required=["solver", "judge"])
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [("policies", "nobody"), ("agents", "solver:nobody"), ("agents", "idle"), ("turns", "t9")]
+)
+def test_unknown_names_are_refused_by_field(field: str, name: str) -> None:
+    with pytest.raises(InvalidReward, match=name) as error:
+        assign_rewards(Rewards(**{field: {name: 1.0}}), CREDIT, required=[])
+    assert error.value.param == f"rewards.{field}"
+
+
+def test_an_episode_without_turns_needs_no_reward() -> None:
+    nobody = Credit(agents=[], turns={}, policies=["solver"])
+    assert assign_rewards(Rewards(), nobody, required=["solver"]) == {}
+    assert assign_rewards(1.0, nobody, required=["solver"]) == {}

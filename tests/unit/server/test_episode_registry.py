@@ -1,0 +1,192 @@
+"""Attempts: which states follow which, and who is found by what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wingbeat.core.errors import (
+    AuthenticationError,
+    EpisodeClosed,
+    IdempotencyConflict,
+    PermissionDenied,
+    UnknownEpisode,
+)
+from wingbeat.core.protocol import BeginReply, GroupModel, TaskModel
+from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.records import GroupSpec
+from wingbeat.server import episodes
+from wingbeat.server.episodes import TRANSITIONS, EpisodeRegistry, EpisodeState, OpenEpisode
+from wingbeat.server.keys import RoleKeys, digest
+from wingbeat.tracking.graph import EpisodeGraph
+
+GROUP = GroupSpec("g", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
+
+
+def attempt(episode_id: str = "ep", number: int = 1, *, key: str = "key", last_seen: float = 0.0) -> OpenEpisode:
+    return OpenEpisode(
+        episode_id=episode_id,
+        attempt=number,
+        group=GROUP,
+        policies={"solver": None},
+        label="",
+        key_digest=digest(key),
+        idle_timeout_s=100.0,
+        began_s=0.0,
+        last_seen=last_seen,
+        graph=EpisodeGraph(episode_id),
+    )
+
+
+@pytest.fixture
+def registry(clock: Any) -> EpisodeRegistry:
+    return EpisodeRegistry(RoleKeys.of("an-admin-key-123", "worker"), clock=clock)
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(("current", "target"), list(itertools.product(EpisodeState, EpisodeState)))
+def test_only_transitions_of_the_table_are_possible(current: EpisodeState, target: EpisodeState) -> None:
+    episode = attempt()
+    episode.state = current
+    if target in TRANSITIONS[current]:
+        episode.become(target)
+        assert episode.state is target
+    else:
+        with pytest.raises(EpisodeClosed, match=f"is {current}"):
+            episode.become(target)
+        assert episode.state is current
+
+
+@pytest.mark.parametrize("state", EpisodeState)
+def test_only_open_attempts_take_model_calls(state: EpisodeState) -> None:
+    episode = attempt()
+    episode.state = state
+    if state is EpisodeState.OPEN:
+        episode.require_open()
+    else:
+        with pytest.raises(EpisodeClosed, match="begin a new episode"):
+            episode.require_open()
+
+
+def test_turn_ids_are_unique_over_attempts() -> None:
+    first, second = attempt(), attempt(number=2)
+    assert len({e.new_turn_id() for e in (first, first, second, second)}) == 4
+
+
+def test_a_key_finds_its_own_attempt_in_header_or_path(registry: EpisodeRegistry) -> None:
+    first, second = attempt(key="one"), attempt(number=2, key="two")
+    registry.add(first)
+    registry.lose(first)
+    registry.add(second)
+    assert registry.by_key(bearing("one")) is first
+    assert registry.by_key({"x-api-key": "two"}) is second
+    assert registry.by_key({}, "two") is second
+    assert registry.current("ep") is second
+    with pytest.raises(AuthenticationError, match="no API key"):
+        registry.by_key({})
+    with pytest.raises(AuthenticationError, match="belongs to no episode"):
+        registry.by_key(bearing("three"))
+
+
+def test_by_id_admits_the_own_key_and_the_admin(registry: EpisodeRegistry) -> None:
+    first = attempt(key="one")
+    registry.add(first)
+    assert registry.by_id("ep", bearing("one")) is first
+    assert registry.by_id("ep", bearing("an-admin-key-123")) is first
+    with pytest.raises(PermissionDenied):
+        registry.by_id("other", bearing("one"))
+    with pytest.raises(AuthenticationError):
+        registry.by_id("ep", bearing("wrong"))
+    with pytest.raises(UnknownEpisode):
+        registry.by_id("other", bearing("an-admin-key-123"))
+
+
+@pytest.mark.parametrize("state", [EpisodeState.LOST, EpisodeState.ABORTED])
+def test_a_successor_supersedes_what_could_still_have_counted(registry: EpisodeRegistry, state: EpisodeState) -> None:
+    first = attempt(key="one")
+    registry.add(first)
+    first.become(state)
+    registry.add(attempt(number=2, key="two"))
+    assert first.state is EpisodeState.SUPERSEDED
+    assert registry.by_key(bearing("one")) is first  # for a specific answer to a late call
+
+
+def test_ended_attempts_are_forgotten_in_the_end(registry: EpisodeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "REMEMBERED", 2)
+    for number in range(4):
+        episode = attempt(f"ep-{number}", key=f"key-{number}")
+        registry.add(episode)
+        registry.end(episode, EpisodeState.ABORTED)
+    assert registry.current("ep-1") is None and registry.current("ep-2") is not None
+    with pytest.raises(AuthenticationError):
+        registry.by_key(bearing("key-1"))
+    assert registry.by_key(bearing("key-3")).num_sampled == 0
+
+
+def test_forgetting_an_old_attempt_keeps_its_successor(
+    registry: EpisodeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "REMEMBERED", 1)
+    first, second = attempt(key="one"), attempt(number=2, key="two")
+    registry.add(first)
+    registry.end(first, EpisodeState.ABORTED)
+    registry.remember(first)
+    registry.add(second)
+    other = attempt("other", key="three")
+    registry.add(other)
+    registry.end(other, EpisodeState.ABORTED)
+    assert registry.current("ep") is second
+
+
+@pytest.mark.parametrize(
+    ("has_heartbeat", "age", "is_lost"), [(True, 41, True), (True, 39, False), (False, 99, False), (False, 101, True)]
+)
+def test_silence_is_four_heartbeats_or_the_idle_timeout(
+    registry: EpisodeRegistry, clock: Any, has_heartbeat: bool, age: float, is_lost: bool
+) -> None:
+    episode = attempt()
+    episode.has_heartbeat = has_heartbeat
+    registry.add(episode)
+    clock.now = age
+    assert (registry.silent(10.0) == [episode]) is is_lost
+    episode.calls.add(object())  # pyright: ignore[reportArgumentType] - an open request is life
+    assert registry.silent(10.0) == []
+
+
+@pytest.fixture
+def reply() -> Callable[[str], BeginReply]:
+    def make(episode_id: str) -> BeginReply:
+        return BeginReply(
+            episode_id=episode_id,
+            attempt=1,
+            base_url="u",
+            api_key="k",
+            policies=[],
+            heartbeat_s=1,
+            task=TaskModel(id="t"),
+            group=GroupModel(id="g", size=1),
+            split=Split.TRAIN,
+        )
+
+    return make
+
+
+def test_a_repeated_begin_gets_its_first_answer(
+    registry: EpisodeRegistry, reply: Callable[[str], BeginReply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "REMEMBERED", 2)
+    assert registry.replay_begin("k1", "body") is None
+    registry.remember_begin("k1", "body", reply("e1"))
+    known = registry.replay_begin("k1", "body")
+    assert known is not None and known.episode_id == "e1"
+    with pytest.raises(IdempotencyConflict):
+        registry.replay_begin("k1", "other body")
+    registry.remember_begin("k2", "body", reply("e2"))
+    registry.remember_begin("k3", "body", reply("e3"))
+    assert registry.replay_begin("k1", "body") is None  # memory is bounded

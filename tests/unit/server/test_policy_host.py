@@ -1,0 +1,387 @@
+"""One policy's clock: its step loop, its trainer that comes and goes, its versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wingbeat.core.samples import EpisodeSamples, TrainingSample
+from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.core.worker_protocol import (
+    CheckpointSaved,
+    ControlMessage,
+    Export,
+    Exported,
+    Failed,
+    Manifest,
+    PinVersion,
+    ReleaseVersion,
+    SaveCheckpoint,
+    StepDone,
+    TrainerReady,
+    TrainStep,
+    UnpinVersion,
+)
+from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.server.policies import PolicyHost, TrainerState
+from wingbeat.server.signals import Changed
+
+Make = Callable[..., Manifest]
+
+
+class FakeTrainer:
+    """A trainer that is a list of what it was told."""
+
+    def __init__(self, host: PolicyHost, make_manifest: Make, on_told: Callable[[], None]) -> None:
+        self.host = host
+        self.sent: list[ControlMessage] = []
+        self._make = make_manifest
+        self._on_told = on_told
+
+    def _receive(self, message: ControlMessage) -> None:
+        self.sent.append(message)
+        self._on_told()
+
+    def join(self, step: int = 0) -> None:
+        self.host.trainer_joined(self._receive)
+        self.host.trainer_ready(TrainerReady("solver", step, self._make(step)))
+
+    def done(self, step: int, *, checksum: str | None = None, **metrics: float) -> None:
+        self.host.step_done(
+            StepDone("solver", f"solver-{step}", step, self._make(step, checksum=checksum), metrics, {}, 0.0, 1.0)
+        )
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    @property
+    def steps(self) -> list[tuple[int, bool]]:
+        return [(message.batch.step, message.replay) for message in self.of(TrainStep)]
+
+
+class Course:
+    """A desk whose solver is fed with groups and trained by a fake."""
+
+    def __init__(self, desk: Any, make_manifest: Make) -> None:
+        self.desk = desk
+        self.host: PolicyHost = desk.solver
+        self.make = make_manifest
+        self.finished: list[tuple[int, dict[str, float]]] = []
+        self.moved = Changed()
+
+    def trainer(self) -> FakeTrainer:
+        return FakeTrainer(self.host, self.make, self.moved.notify)
+
+    async def after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
+        self.finished.append((host.version, metrics))
+        self.moved.notify()
+
+    def group(self, name: str, rewards: tuple[float, ...] = (0.0, 1.0), *, floor: int = 0) -> None:
+        """A training group that has closed: in the ledger and in the buffer."""
+        spec = GroupSpec(name, Task("src", "t"), Split.TRAIN, len(rewards), ("solver",), {"solver": floor})
+        ids = self.desk.book.open_group(spec)
+        self.desk.ledger.record_group(spec, episode_ids=ids)
+        for episode_id, reward in zip(ids, rewards, strict=True):
+            self.desk.book.take(name)
+            self.desk.book.begin(episode_id, 1)
+            self.desk.ledger.record_begin(episode_id, 1, group_id=name)
+            record = self._record(episode_id, name, reward, floor)
+            self.desk.book.finish(episode_id, 1, record)
+            self.desk.writes.append(self.desk.ledger.record_finish(record))
+        self.desk.finishing.settle()
+
+    def _record(self, episode_id: str, group_id: str, reward: float, version: int) -> EpisodeRecord:
+        sample = TrainingSample.build(
+            episode_id,
+            token_ids=np.array([1, 2], np.int32),
+            sampled=np.array([0, 1], np.uint8),
+            sampling_logprobs=np.array([0.0, -0.5], np.float32),
+            versions=np.array([-1, version], np.int32),
+        )
+        samples = EpisodeSamples(episode_id, 1, group_id, "solver", "", reward, (sample,))
+        return EpisodeRecord(
+            episode_id, 1, group_id, Outcome.AGENT, "digest", rewards={"solver": reward}, samples=(samples,)
+        )
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for the trainer to be told or a step to be counted until something holds."""
+        while not condition():
+            assert await self.moved.wait(20.0)
+
+
+@pytest.fixture
+def open_course(open_desk: Any, make_manifest: Make) -> Callable[..., Course]:
+    return lambda **options: Course(open_desk(**options), make_manifest)
+
+
+async def test_the_step_loop_trains_until_the_run_is_complete(open_course: Callable[..., Course]) -> None:
+    course = open_course(steps=2)
+    trainer = course.trainer()
+    course.group("a")
+    course.group("b")
+    run = asyncio.create_task(course.host.run(course.after_step))
+    trainer.join()
+    await course.until(lambda: trainer.steps == [(1, False)])
+    assert course.host.state is TrainerState.TRAINING
+    (logged,) = course.desk.ledger.batches_after("solver", 0)  # durable before the trainer saw it
+    assert logged == trainer.of(TrainStep)[0].batch
+    assert {e.group_id for e in logged.episodes} == {"a"}
+    trainer.done(1, trained_tokens=2.0)
+    await course.until(lambda: len(trainer.steps) == 2)
+    assert (course.host.version, course.host.complete) == (1, False)
+    trainer.done(2, trained_tokens=3.0)
+    await asyncio.wait_for(run, 10)
+    assert course.finished == [(1, {"trained_tokens": 2.0}), (2, {"trained_tokens": 3.0})]
+    assert course.host.complete and course.host.trained_tokens == 5
+    assert [m.step for m in trainer.of(SaveCheckpoint)] == [2]  # the last step is always saved
+    assert course.desk.ledger.summary().trained_step == {"solver": 2}
+    seeds = {b.seed for b in course.desk.ledger.batches_after("solver", 0)}
+    assert len(seeds) == 2
+    course.desk.check_writes()
+
+
+async def test_a_trainer_that_dies_in_a_step_is_replaced_and_repeats_what_it_lost(
+    open_course: Callable[..., Course],
+) -> None:
+    course = open_course(steps=3)
+    first = course.trainer()
+    for name in ("a", "b"):
+        course.group(name)
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    await course.until(lambda: first.steps)
+    first.done(1)
+    await course.until(lambda: len(first.steps) == 2)
+    course.host.trainer_left()
+    assert course.host.state is TrainerState.ABSENT and not course.host.has_trainer
+    second = course.trainer()
+    second.join(step=0)  # its last checkpoint is older
+    assert second.steps == [(1, True), (2, True)]
+    assert course.host.state is TrainerState.REPLAYING
+    second.done(1)  # here control stands: the same weights again
+    assert course.host.version == 1
+    second.done(2)
+    await course.until(lambda: course.host.version == 2)
+    assert course.host.state is TrainerState.READY
+    assert [e["exact"] for e in course.desk.log if e["event"] == "replayed"] == [True]
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_a_replay_that_gives_other_weights_is_told_and_served(open_course: Callable[..., Course]) -> None:
+    course = open_course(steps=3)
+    first = course.trainer()
+    course.group("a")
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    await course.until(lambda: first.steps)
+    first.done(1)
+    await course.until(lambda: course.host.version == 1)
+    course.host.trainer_left()
+    second = course.trainer()
+    second.join(step=0)
+    second.done(1, checksum="other")
+    assert [e["exact"] for e in course.desk.log if e["event"] == "replayed"] == [False]
+    assert course.host.manifest is not None and course.host.manifest.checksum == "other"
+    assert course.host.state is TrainerState.READY
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_without_a_trainer_the_logged_step_waits_for_one(open_course: Callable[..., Course]) -> None:
+    course = open_course(steps=1)
+    first = course.trainer()
+    course.group("a")
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    await course.until(lambda: first.steps)
+    course.host.trainer_left()
+    second = course.trainer()
+    second.join(step=1)  # it had ended the step, but control did not hear of it
+    assert second.steps == [] and course.host.state is TrainerState.TRAINING
+    second.done(1)
+    await asyncio.wait_for(run, 10)
+    assert course.host.version == 1
+
+
+async def test_a_failed_step_halts_this_policy_with_its_reason(open_course: Callable[..., Course]) -> None:
+    course = open_course(steps=3)
+    trainer = course.trainer()
+    course.group("a")
+    run = asyncio.create_task(course.host.run(course.after_step))
+    trainer.join()
+    await course.until(lambda: trainer.steps)
+    course.host.failed(Failed("solver", "train_step", "loss is NaN"))
+    await asyncio.wait_for(run, 10)
+    assert course.host.halted == "training of 'solver' stopped: loss is NaN"
+    assert course.host.complete and course.finished == [] and course.host.version == 0
+    assert course.desk.overlap.fraction == 0.0
+
+
+async def test_exports_end_with_their_answer_their_failure_or_their_trainer(open_course: Callable[..., Course]) -> None:
+    course = open_course()
+    trainer, path = course.trainer(), course.desk.ledger  # any object: only its text travels
+    with pytest.raises(RuntimeError, match="no trainer"):
+        await course.host.export(path)
+    trainer.join()
+    done = asyncio.create_task(course.host.export(path))
+    await asyncio.sleep(0)
+    course.host.exported(Exported("solver", 0, trainer.of(Export)[0].path))
+    assert (await done).step == 0
+    failing = asyncio.create_task(course.host.export(path))
+    await asyncio.sleep(0)
+    course.host.failed(Failed("solver", "export", "disk full"))
+    with pytest.raises(RuntimeError, match="disk full"):
+        await failing
+    assert not course.host.halted
+    lost = asyncio.create_task(course.host.export(path))
+    await asyncio.sleep(0)
+    course.host.trainer_left()
+    with pytest.raises(ConnectionError):
+        await lost
+
+
+def test_checkpoints_are_recorded(open_course: Callable[..., Course]) -> None:
+    course = open_course()
+    course.host.checkpoint_saved(CheckpointSaved("solver", 4, "/checkpoints/4"))
+    course.desk.check_writes()
+    assert [c.step for c in course.desk.ledger.checkpoints("solver")] == [4]
+
+
+def test_admission_counts_what_can_still_be_trained_in_time(open_course: Callable[..., Course]) -> None:
+    course = open_course(groups_per_step=2, max_staleness=1, steps=100)
+    for index in range(4):  # (max_staleness + 1) * groups_per_step
+        assert course.host.admits_group()
+        spec = GroupSpec(f"g{index}", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
+        course.desk.book.open_group(spec)
+    assert not course.host.admits_group()
+
+
+async def test_while_a_step_is_under_way_admission_counts_from_the_next_version(
+    open_course: Callable[..., Course],
+) -> None:
+    course = open_course(groups_per_step=1, max_staleness=1, steps=100)
+    trainer = course.trainer()
+    course.group("a")
+    run = asyncio.create_task(course.host.run(course.after_step))
+    trainer.join()
+    await course.until(lambda: trainer.steps)
+    # The batch has left the buffer and will make version 1: one more group of floor 0 trains at 1, a second would at 2.
+    assert course.host.admits_group()
+    course.desk.book.open_group(GroupSpec("b", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0}))
+    assert not course.host.admits_group()
+    trainer.done(1)
+    await course.until(lambda: course.host.version == 1)
+    assert course.host.admits_group()  # floor 1 trains at 2
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+def test_no_more_groups_than_the_remaining_steps_need(open_course: Callable[..., Course]) -> None:
+    course = open_course(groups_per_step=1, max_staleness=9, steps=2)
+    for index in range(2):
+        assert course.host.admits_group()
+        spec = GroupSpec(f"g{index}", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
+        course.desk.book.open_group(spec)
+    assert not course.host.admits_group()
+
+
+async def test_a_step_waits_for_the_oldest_group_and_then_no_longer(
+    open_course: Callable[..., Course], clock: Any
+) -> None:
+    course = open_course(groups_per_step=1, max_staleness=0, straggler_wait_s=5.0)
+    trainer = course.trainer()
+    straggler = GroupSpec("old", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
+    course.desk.book.open_group(straggler)
+    course.desk.book.open_group(
+        GroupSpec("other", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": -1})
+    )  # over age already: not waited for
+    course.group("a", floor=0)
+    run = asyncio.create_task(course.host.run(course.after_step))
+    trainer.join()
+    await asyncio.sleep(0)
+    course.desk.changed.notify()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert trainer.steps == []
+    clock.now += 5.0
+    course.desk.changed.notify()
+    await course.until(lambda: trainer.steps)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_versions_are_released_once_no_engine_pin_or_trainer_needs_them(
+    open_course: Callable[..., Course], join_engine: Any
+) -> None:
+    course = open_course(steps=10)
+    engine, trainer, host = join_engine(course.desk.engines), course.trainer(), course.host
+    run = asyncio.create_task(host.run(course.after_step))
+    trainer.join()
+    engine.serve(0)
+    host.pin(0)
+    host.pin(0)
+    assert len(engine.of(PinVersion)) == 1  # two evaluations share it
+    for step in (1, 2):
+        course.group(f"g{step}", floor=step - 1)
+        await course.until(lambda step=step: len(trainer.steps) == step)
+        trainer.done(step)
+        await course.until(lambda step=step: host.version == step)
+        engine.serve(step)
+        host.release_unused()
+    assert [m.version for m in trainer.of(ReleaseVersion)] == [1]
+    assert host.manifest_of(0) is not None and host.is_pinned(0)
+    host.unpin(0)
+    assert not engine.of(UnpinVersion)
+    host.unpin(0)
+    assert len(engine.of(UnpinVersion)) == 1 and not host.is_pinned(0)
+    assert [m.version for m in trainer.of(ReleaseVersion)] == [1, 0]
+    assert host.manifest_of(0) is None and host.manifest_of(2) is not None
+    assert host.lowest_version() == 2
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_a_returning_trainer_does_not_lose_the_file_of_a_pinned_version(
+    open_course: Callable[..., Course], join_engine: Any
+) -> None:
+    course = open_course(steps=10)
+    engine, first, host = join_engine(course.desk.engines), course.trainer(), course.host
+    run = asyncio.create_task(host.run(course.after_step))
+    first.join()
+    engine.serve(0)
+    host.pin(0)
+    for step in (1, 2):
+        course.group(f"g{step}", floor=step - 1)
+        await course.until(lambda step=step: len(first.steps) == step)
+        first.done(step)
+        await course.until(lambda step=step: host.version == step)
+        engine.serve(step)
+        host.release_unused()
+    host.trainer_left()
+    second = course.trainer()
+    second.join(step=0)
+    second.done(1)
+    assert [m.version for m in second.of(ReleaseVersion)] == [1]  # 0 is pinned, 1 was only needed to get to 2
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+def test_a_frozen_policy_serves_its_folder_and_admits_everything(open_desk: Any) -> None:
+    desk = open_desk(policies={"solver": {}, "judge": {"trainable": False}})
+    judge = desk.policies["judge"]
+    assert judge.state is TrainerState.FROZEN and judge.complete and judge.admits_group()
+    assert judge.manifest is not None and (judge.manifest.path, judge.manifest.version) == ("", 0)
+
+
+def test_groups_of_equal_rewards_are_counted_in_a_row(open_course: Callable[..., Course]) -> None:
+    course = open_course()
+    course.group("a", (1.0, 1.0))
+    course.group("b", (0.0, 0.0))
+    assert course.host.equal_groups == 2
+    course.group("c", (0.0, 1.0))
+    assert course.host.equal_groups == 0
