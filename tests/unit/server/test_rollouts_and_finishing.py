@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -452,7 +451,3 @@ async def test_a_slot_is_not_lost_where_its_pinned_version_is_gone(open_desk: Op
         await begin(desk, **{**fields, "policies": None})
     counts = desk.book.counts(Split.EVAL).slots
     assert (counts[SlotState.RUNNING], counts[SlotState.FREE]) == (1, 1)
-
-
-def test_every_part_is_driven_by_callables_only() -> None:
-    assert "asyncio.sleep" not in inspect.getsource(rollouts)

@@ -1,0 +1,214 @@
+"""Answers as the official client's own types read them, from a gateway on a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from wingbeat.core.errors import ContextOverflow, OverloadedError, RequestError, UnknownPolicy, UnsupportedField
+from wingbeat.core.types import FinishReason, Split, Task
+from wingbeat.core.worker_protocol import Generate
+from wingbeat.dataflow.records import GroupSpec
+from wingbeat.server import responses
+from wingbeat.server.chat import parse_chat
+from wingbeat.server.episodes import EpisodeState, OpenEpisode
+from wingbeat.server.gateway import Choice
+from wingbeat.tracking.graph import EpisodeGraph
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+
+
+class Talk:
+    """An episode on a desk with one engine that says what the test tells it."""
+
+    def __init__(self, desk: Any, join_engine: Any, split: Split) -> None:
+        self.desk = desk
+        self.engine = join_engine(desk.engines)
+        self.engine.serve()
+        self.template = desk.solver.template
+        group = GroupSpec("g", Task("src", "t"), split, 1, ("solver",), {"solver": 0})
+        self.episode = OpenEpisode(
+            "ep", 1, group, {"solver": None}, "", "digest", 100.0, 0.0, 0.0, graph=EpisodeGraph("ep")
+        )
+
+    def prepare(self, **fields: Any) -> Any:
+        body = {"model": "solver", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return self.desk.gateway.prepare(self.episode, parse_chat(body))
+
+    async def reply(self, text: str, *, finish: FinishReason = FinishReason.STOP, number: int = 0) -> None:
+        """Say ``text`` to the request of this number, token by token where it streams."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+        sent = self.engine.of(Generate)[number]
+        ids = self.template.encode(text)
+        pieces = [[i] for i in ids] if sent.stream else [ids]
+        for index, piece in enumerate(pieces):
+            self.engine.say(sent.request_id, *piece, version=index, finish=finish if index == len(pieces) - 1 else None)
+
+    async def complete(self, text: str, *, finish: FinishReason = FinishReason.STOP, **fields: Any) -> ChatCompletion:
+        prepared = self.prepare(**fields)
+        call = asyncio.create_task(self.desk.gateway.complete(self.episode, prepared))
+        for number in range(prepared.call.n):
+            await self.reply(text, finish=finish, number=number)
+        return ChatCompletion.model_validate(json.loads(responses.completion(prepared, await call)), strict=True)
+
+    async def stream(self, text: str, **fields: Any) -> list[ChatCompletionChunk]:
+        prepared = self.prepare(stream=True, **fields)
+        frames: list[bytes] = []
+        done: list[Choice] = []
+        speaking = asyncio.create_task(self.reply(text))
+        async for item in self.desk.gateway.stream(self.episode, prepared):
+            if not frames:
+                frames.append(responses.first_event(prepared, item.turn_id))
+            if isinstance(item, Choice):
+                done.append(item)
+                frames.append(responses.choice_events(prepared, item, item.turn_id))
+            else:
+                frames.append(responses.delta_event(prepared, item, item.turn_id))
+        frames.append(responses.usage_event(prepared, done, done[0].turn_id))
+        await speaking
+        events = b"".join(frames).decode().removesuffix("\n\n").split("\n\n")
+        return [ChatCompletionChunk.model_validate(json.loads(e.removeprefix("data: ")), strict=True) for e in events]
+
+
+@pytest.fixture
+def open_talk(open_desk: Any, join_engine: Any) -> Any:
+    return lambda split=Split.TRAIN: Talk(open_desk(), join_engine, split)
+
+
+async def test_a_plain_answer(open_talk: Any) -> None:
+    talk = open_talk()
+    answer = await talk.complete("hello<|im_end|>", logprobs=True)
+    (choice,) = answer.choices
+    assert answer.id == "chatcmpl-ep-1-0" and answer.model == "solver"
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello", "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content][:2] == ["h", "e"]
+    assert {entry.logprob for entry in choice.logprobs.content} == {-0.5}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
+    assert talk.episode.graph.num_sampled_tokens == 6
+
+
+async def test_tool_calls(open_talk: Any) -> None:
+    text = 'see <tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call><|im_end|>'
+    answer = await open_talk().complete(text, tools=TOOLS)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.content == "see" and message.tool_calls is not None
+    (call,) = message.tool_calls
+    assert call.type == "function" and json.loads(call.function.arguments) == {"x": 1}
+    assert call.id.startswith("call_")
+
+
+async def test_several_choices_are_several_turns(open_talk: Any) -> None:
+    talk = open_talk(Split.EVAL)
+    answer = await talk.complete("a<|im_end|>", n=3, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert talk.episode.graph.num_turns == 3
+    assert [m.seed for m in talk.engine.of(Generate)] == [7, 8, 9]
+
+
+async def test_a_turn_cut_for_length_is_told_and_remembered(open_talk: Any) -> None:
+    talk = open_talk()
+    answer = await talk.complete("abc", finish=FinishReason.LENGTH, model="solver:critic")
+    assert answer.choices[0].finish_reason == "length" and answer.model == "solver:critic"
+    assert talk.episode.truncated == {("solver", "critic")}
+
+
+async def test_a_stream_is_role_text_end_and_usage(open_talk: Any) -> None:
+    chunks = await open_talk().stream("hey €<|im_end|>", stream_options={"include_usage": True})
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "hey €"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_streamed_tool_call_comes_whole(open_talk: Any) -> None:
+    text = '<tool_call>{"name": "calc", "arguments": {}}</tool_call><|im_end|>'
+    chunks = await open_talk().stream(text, tools=TOOLS, logprobs=True)
+    calls = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+    assert len(calls) == 1 and calls[0].function is not None and calls[0].function.name == "calc"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+
+
+async def test_reasoning_is_beside_the_content(open_talk: Any) -> None:
+    answer = await open_talk().complete("<think>why</think>\nso<|im_end|>")
+    message = answer.choices[0].message
+    assert message.content == "so"
+    assert message.model_dump()["reasoning_content"] == "why"
+
+
+async def test_a_stop_string_ends_the_turn_and_its_engine_request(open_talk: Any) -> None:
+    talk = open_talk()
+    call = asyncio.create_task(talk.desk.gateway.complete(talk.episode, talk.prepare(stop=["X"])))
+    await talk.reply("aXb<|im_end|>")
+    (choice,) = await call
+    assert choice.reply.content == "a" and choice.finish_reason is FinishReason.STOP
+    assert talk.template.decode(choice.token_ids) == "aX"
+    assert talk.desk.engines.in_flight == 0
+
+
+async def test_training_uses_the_policys_temperature_and_evaluation_the_callers(open_talk: Any) -> None:
+    training = open_talk().prepare(temperature=0)
+    assert training.sampling.temperature == 1.0
+    assert training.enforced == {"x-wingbeat-temperature": "1", "x-wingbeat-ignored": "temperature=0"}
+    evaluation = open_talk(Split.EVAL).prepare(temperature=0, top_p=0.5)
+    assert (evaluation.sampling.temperature, evaluation.sampling.top_p, evaluation.enforced) == (0.0, 0.5, {})
+    with pytest.raises(UnsupportedField, match="top_p"):
+        open_talk().prepare(top_p=0.5)
+
+
+async def test_the_context_bounds_the_answer_and_refuses_a_prompt_that_fills_it(open_talk: Any) -> None:
+    prepared = open_talk().prepare(max_tokens=1000)
+    assert prepared.sampling.max_tokens == 64 - len(prepared.plan.prompt_ids)
+    assert open_talk().prepare(max_tokens=3).sampling.max_tokens == 3
+    with pytest.raises(ContextOverflow, match="context_tokens"):
+        open_talk().prepare(messages=[{"role": "user", "content": "x" * 100}])
+    with pytest.raises(UnknownPolicy, match="it has solver"):
+        open_talk().prepare(model="judge")
+
+
+async def test_a_cancelled_call_keeps_what_was_streamed_as_an_aborted_turn(open_talk: Any) -> None:
+    talk = open_talk()
+    stream = talk.desk.gateway.stream(talk.episode, talk.prepare(stream=True))
+    first = asyncio.create_task(anext(stream))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    talk.engine.say(talk.engine.of(Generate)[0].request_id, *talk.template.encode("ab"))
+    assert (await first).text == "ab"
+    await stream.aclose()
+    (turn,) = talk.episode.graph.turns
+    assert turn.finish_reason is FinishReason.ABORT and turn.num_sampled == 2
+    assert talk.desk.engines.in_flight == 0
+
+
+async def test_an_ended_episode_takes_no_more_turns(open_talk: Any) -> None:
+    talk = open_talk()
+    call = asyncio.create_task(talk.desk.gateway.complete(talk.episode, talk.prepare(stop=["X"])))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    talk.engine.say(talk.engine.of(Generate)[0].request_id, 1, 2)
+    await asyncio.sleep(0)
+    talk.episode.become(EpisodeState.ABORTED)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert talk.episode.graph.num_turns == 0
+
+
+def test_errors_have_the_clients_shape() -> None:
+    body = responses.error_body(RequestError("bad", param="n"))
+    assert body == {
+        "error": {"message": "bad", "type": "invalid_request_error", "code": "invalid_request", "param": "n"}
+    }
+    answer = responses.error_response(OverloadedError("full"), {"retry-after": "1"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert json.loads(bytes(answer.body))["error"]["type"] == "rate_limit_error"
+    assert responses.error_event(RequestError("bad")).startswith(b'data: {"error":')
