@@ -84,7 +84,7 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
                 "max_staleness": preset.max_staleness,
             },
             "tasks": {"environment": "calculator", "options": {"seed": seed}},
-            "eval": {"samples_per_task": preset.eval_samples},
+            "eval": {"samples_per_task": preset.eval_samples if control == "none" else preset.control_eval_samples},
             "agent": {"path": str(agent_file()), "processes": 2, "concurrency": 48},
         }
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
+import orjson
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
 
@@ -186,21 +188,30 @@ def _check_tool(tool: Any, where: str) -> None:
     if schema is None:
         return
     try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
+        fault = _schema_fault(orjson.dumps(schema))
+    except orjson.JSONEncodeError:
+        fault = "it is nested too deeply or holds numbers that JSON cannot"
+    if fault:
         raise InvalidToolSchema(
-            f"`{where}.function.parameters` is no JSON schema: {error.message}", param=f"{where}.function.parameters"
-        ) from None
-    except RecursionError:
-        raise InvalidToolSchema(
-            f"`{where}.function.parameters` is nested too deeply; flatten the schema",
-            param=f"{where}.function.parameters",
-        ) from None
+            f"`{where}.function.parameters` is no JSON schema: {fault}", param=f"{where}.function.parameters"
+        )
     if not isinstance(schema, dict):
         raise InvalidToolSchema(
             f"`{where}.function.parameters` must be an object schema, got {schema!r}",
             param=f"{where}.function.parameters",
         )
+
+
+@lru_cache(maxsize=4096)
+def _schema_fault(schema: bytes) -> str:
+    """What is wrong with a JSON schema, or "".  Cached: agents send the same tools with every turn."""
+    try:
+        jsonschema.Draft202012Validator.check_schema(orjson.loads(schema))
+    except jsonschema.SchemaError as error:
+        return error.message
+    except RecursionError:
+        return "it is nested too deeply; flatten it"
+    return ""
 
 
 def _check_choice(choice: Any) -> None:

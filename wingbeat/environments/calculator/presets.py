@@ -41,8 +41,11 @@ class DemoPreset:
     expected_steps: int = 55
     """When the training reward's moving average (0.8) has passed 0.95 in most simulated runs."""
 
-    eval_samples: int = 2
-    """Samples of each held-out task in an evaluation: its standard error is then about 0.03."""
+    eval_samples: int = 8
+    """Samples of each held-out task in an evaluation: its standard error is then about 0.015."""
+
+    control_eval_samples: int = 16
+    """The same in negative controls, whose gain must be told from zero: an error of about 0.015 for a difference."""
 
 
 DEMO_PRESET = DemoPreset()
