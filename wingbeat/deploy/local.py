@@ -26,6 +26,7 @@ from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.files import write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end
 from wingbeat.deploy.tasks import load_tasks, put_tasks
+from wingbeat.trainer.folders import checked_folder
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,8 @@ class Supervisor:
         if source.startswith(BUILTIN):
             return await self._build(source.removeprefix(BUILTIN))
         local = self._config_dir / source
+        if local.is_dir():
+            return checked_folder(local.absolute())
         if local.exists():
             source = str(local.absolute())
         out = await run_to_end(

@@ -20,23 +20,12 @@ from typing import Any, Self
 
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
-from wingbeat.core.protocol import EvaluationRequest, PolicyReply, StatusReply
-from wingbeat.core.types import Split
 from wingbeat.core.worker_protocol import (
-    CheckpointSaved,
     ControlMessage,
-    Exported,
-    Failed,
-    Heartbeat,
     PolicySpec,
     Refused,
     Register,
-    StepDone,
-    Tokens,
-    TrainerReady,
-    WeightsServed,
     Welcome,
-    WorkerMessage,
 )
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.dealer import TaskDealer
@@ -44,7 +33,8 @@ from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.staleness import StalenessGate
-from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.director import Director, DirectorParts
+from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
 from wingbeat.server.finishing import Finishing, FinishingParts
@@ -52,9 +42,10 @@ from wingbeat.server.gateway import Gateway
 from wingbeat.server.hub import WorkerHub, WorkerSession
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.metrics import ControlMetrics
-from wingbeat.server.policies import HostContext, PolicyHost, TrainerState
+from wingbeat.server.policies import HostContext, PolicyHost
 from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
+from wingbeat.server.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.status import blockers
 from wingbeat.tracking.template import ChatTemplate
@@ -100,9 +91,24 @@ class Control:
         self.evaluations = Evaluations(
             EvaluationParts(self.policies, self.dealer, self.ledger, self.events, self.changed, self.watch)
         )
-        self.rollouts = Rollouts(
+        self.rollouts = self._make_rollouts()
+        self.finishing = self._make_finishing()
+        self.gateway = Gateway(self.policies, self.engines, self.metrics)
+        self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
+        self._session_parts = SessionParts(self.engines, self.policies, self.events, self.changed)
+        self.director = self._make_director()
+        self.stopping = False
+        self.error: BaseException | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when a client asks the server to stop."""
+        self._metrics_file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tasks: asyncio.Task[None] | None = None
+        self._started = clock()
+
+    def _make_rollouts(self) -> Rollouts:
+        return Rollouts(
             RolloutParts(
-                config=config,
+                config=self.config,
                 policies=self.policies,
                 book=self.book,
                 dealer=self.dealer,
@@ -116,10 +122,12 @@ class Control:
                 is_complete=lambda: self.complete,
                 is_stopping=lambda: self.stopping,
                 blockers=lambda: blockers(self),
-                clock=clock,
+                clock=self.clock,
             )
         )
-        self.finishing = Finishing(
+
+    def _make_finishing(self) -> Finishing:
+        return Finishing(
             FinishingParts(
                 policies=self.policies,
                 book=self.book,
@@ -134,16 +142,20 @@ class Control:
                 on_closed=self.rollouts.forget_groups,
             )
         )
-        self.gateway = Gateway(self.policies, self.engines, self.metrics)
-        self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
-        self.complete = False
-        self.stopping = False
-        self.error: BaseException | None = None
-        self.on_stop: Callable[[], None] = lambda: None
-        """Called when a client asks the server to stop."""
-        self._metrics_file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._tasks: asyncio.Task[None] | None = None
-        self._started = clock()
+
+    def _make_director(self) -> Director:
+        return Director(
+            DirectorParts(
+                config=self.config,
+                run_dir=self.run_dir,
+                policies=self.policies,
+                dealer=self.dealer,
+                evaluations=self.evaluations,
+                events=self.events,
+                changed=self.changed,
+                summary=self.summary,
+            )
+        )
 
     def _host(self, name: str, model: Path) -> PolicyHost:
         config, dataflow = self.config.policies[name], self.config.dataflow
@@ -243,7 +255,7 @@ class Control:
                     if host.config.trainable:
                         group.create_task(host.run(self._after_step), name=f"train-{host.name}")
                 group.create_task(self._reap(), name="reap")
-                group.create_task(self._direct(), name="direct")
+                group.create_task(self.director.run(), name="direct")
         except* Exception as errors:
             logger.exception("a background task of control failed")
             self._fail(errors.exceptions[0])
@@ -253,55 +265,6 @@ class Control:
             await asyncio.sleep(REAP_EVERY_S)
             self.rollouts.reap()
             self.finishing.settle()
-
-    async def _direct(self) -> None:
-        """Evaluate before and after as configured; then the run is complete."""
-        trainable = [h for h in self.policies.values() if h.config.trainable]
-        if not trainable or (self.config.run.steps == 0 and not self.config.eval.at_start):
-            return  # a server for others to use: it never completes by itself
-        if self.config.eval.at_start:
-            await self._until(lambda: self._can_evaluate() or any(h.version for h in trainable))
-            for host in trainable if not any(h.version for h in trainable) else ():
-                self._evaluate(host, "before")
-        await self._until(lambda: all(h.complete for h in trainable) and not self.evaluations.running)
-        if self.config.eval.at_end and self.config.run.steps and self.dealer.num_tasks(Split.EVAL):
-            await self._until(self._can_evaluate)  # after a restart, a trainer has yet to tell of its weights
-            for host in trainable:
-                if not host.halted:
-                    self._evaluate(host, "after")
-            await self._until(lambda: not self.evaluations.running)
-        await self._export(trainable)
-        self.complete = True
-        self.events.emit("complete", **self.summary())
-        self.changed.notify()
-
-    def _can_evaluate(self) -> bool:
-        return self.dealer.num_tasks(Split.EVAL) > 0 and all(
-            h.manifest_of(h.version) is not None for h in self.policies.values()
-        )
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self.changed.wait()
-
-    def _evaluate(self, host: PolicyHost, name: str) -> None:
-        config = self.config.eval
-        self.evaluations.start(
-            EvaluationRequest(
-                policy=host.name, name=name, samples_per_task=config.samples_per_task, max_tasks=config.max_tasks
-            )
-        )
-
-    async def _export(self, hosts: list[PolicyHost]) -> None:
-        for host in hosts:
-            if host.halted or not self.config.run.steps:
-                continue
-            await self._until(lambda host=host: host.state is TrainerState.READY)
-            try:
-                done = await host.export(self.run_dir / "export" / host.name)
-                self.events.emit("exported", policy=host.name, path=done.path)
-            except (RuntimeError, ConnectionError) as error:
-                self.events.emit("export_failed", policy=host.name, error=str(error))
 
     async def _after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
         """Record a step everywhere people look."""
@@ -323,12 +286,7 @@ class Control:
         self.events.emit("step", **line)
         for reason, count in host.buffer.discards.items():
             self.metrics.set_discarded(host.name, reason, count.num_episodes)
-        every = self.config.eval.every
-        if every and host.version % every == 0 and host.version < self.config.run.steps:
-            if self._can_evaluate():
-                self._evaluate(host, "during")
-            else:
-                self.events.emit("evaluation_skipped", policy=host.name, version=host.version)
+        self.director.after_step(host)
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -339,7 +297,7 @@ class Control:
             return Refused("the server is stopping"), None
         if register.role == "engine":
             specs = tuple(h.spec for h in self.policies.values())
-            return self._welcome(register, specs), EngineSession(self, register, send)
+            return self._welcome(register, specs), EngineSession(self._session_parts, register, send)
         if len(register.policies) != 1 or register.policies[0] not in self.policies:
             return Refused(f"a trainer hosts one of {', '.join(self.policies)}, got {register.policies}"), None
         host = self.policies[register.policies[0]]
@@ -358,7 +316,9 @@ class Control:
             total_steps=self.config.run.steps,
         )
 
-    # --- status -------------------------------------------------------------------------------
+    @property
+    def complete(self) -> bool:
+        return self.director.complete
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers (for the demo, tables and tests)."""
@@ -374,103 +334,3 @@ class Control:
             "discard_rate": round(stale / finished, 6) if finished else 0.0,
             "train_s": round(self.overlap.train_s, 3),
         }
-
-    def status(self) -> StatusReply:
-        """For ``GET /api/status``."""
-        counts = self.book.counts(Split.TRAIN)
-        state = "complete" if self.complete else "stopping" if self.stopping else "running"
-        if state == "running" and any(h.manifest is None for h in self.policies.values()):
-            state = "starting"
-        elif state == "running" and self.evaluations.running:
-            state = "evaluating"
-        return StatusReply(
-            state=state,
-            blockers=blockers(self),
-            policies=[policy_reply(self, h) for h in self.policies.values()],
-            open_episodes=len(self.registry.open_episodes()),
-            groups_in_flight=counts.num_groups,
-            groups_buffered=sum(len(h.buffer) for h in self.policies.values()),
-            train_steps=max((h.version for h in self.policies.values()), default=0),
-            total_steps=self.config.run.steps,
-            metrics={k: float(v) for k, v in self.summary().items()},
-        )
-
-
-def policy_reply(control: Control, host: PolicyHost) -> PolicyReply:
-    """One policy for the API, with the proof of what is served."""
-    served = control.engines.lowest_served(host.name)
-    return PolicyReply(
-        name=host.name,
-        model=host.config.model,
-        version=host.version,
-        context_tokens=host.spec.context_tokens,
-        trainer=host.state,
-        engines=sum(host.name in link.served for link in control.engines.links),
-        served_version=served[0] if served else None,
-        served_checksum=served[1] if served else None,
-        published_checksum=host.manifest.checksum if host.manifest else None,
-    )
-
-
-class EngineSession:
-    """An engine's connection: feeds what it says to the pool."""
-
-    def __init__(self, control: Control, register: Register, send: Callable[[ControlMessage], None]) -> None:
-        self._control = control
-        self._link = EngineLink(register.worker_id, register.host_id, send)
-        control.events.emit("engine_joined", worker_id=register.worker_id, pid=register.pid)
-        control.engines.join(self._link)
-        control.changed.notify()
-
-    def receive(self, message: WorkerMessage) -> None:
-        match message:
-            case Tokens(chunks=chunks):
-                self._control.engines.receive(self._link, chunks)
-            case WeightsServed():
-                self._link.failure = ""
-                self._control.engines.served(self._link, message)
-                for host in self._control.policies.values():
-                    host.release_unused()
-                self._control.changed.notify()
-            case Heartbeat(stats=stats, busy_s=busy_s):
-                self._link.stats = stats
-                self._link.busy_s += busy_s
-            case Failed(policy=policy, command=command, error=error):
-                self._control.events.emit("engine_failed", policy=policy, command=command, error=error)
-                self._link.failure = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
-                self._control.changed.notify()
-            case _:
-                logger.error("engine %s sent %s, which engines do not send", self._link.worker_id, message)
-
-    def closed(self) -> None:
-        self._control.events.emit("engine_left", worker_id=self._link.worker_id)
-        self._control.engines.leave(self._link)
-        self._control.changed.notify()
-
-
-class TrainerSession:
-    """A trainer's connection: feeds what it says to its policy."""
-
-    def __init__(self, host: PolicyHost, send: Callable[[ControlMessage], None]) -> None:
-        self._host = host
-        host.trainer_joined(send)
-
-    def receive(self, message: WorkerMessage) -> None:
-        match message:
-            case TrainerReady():
-                self._host.trainer_ready(message)
-            case StepDone():
-                self._host.step_done(message)
-            case CheckpointSaved():
-                self._host.checkpoint_saved(message)
-            case Exported():
-                self._host.exported(message)
-            case Failed():
-                self._host.failed(message)
-            case Heartbeat():
-                return
-            case _:
-                logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
-
-    def closed(self) -> None:
-        self._host.trainer_left()

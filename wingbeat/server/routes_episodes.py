@@ -32,11 +32,12 @@ from wingbeat.core.protocol import (
     Wire,
 )
 from wingbeat.core.types import Task
-from wingbeat.server.control import Control, policy_reply
+from wingbeat.server.control import Control
 from wingbeat.server.episodes import OpenEpisode, task_model
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.routes_chat import decode_json, unless_gone
 from wingbeat.server.sources import SavedSource, save_source
+from wingbeat.server.status import policy_reply, status_reply
 
 M = TypeVar("M", bound=Wire)
 
@@ -116,7 +117,7 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
     @router.get("/api/status")
     async def status(request: Request) -> StatusReply:
         keys.require_admin(request.headers)
-        return control.status()
+        return status_reply(control)
 
     @router.get("/api/policies")
     async def policies(request: Request) -> list[PolicyReply]:

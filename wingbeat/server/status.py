@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wingbeat.core.protocol import PolicyReply, StatusReply
 from wingbeat.core.types import Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.server.policies import PolicyHost, TrainerState
@@ -62,3 +63,40 @@ def _group_blockers(control: Control) -> list[str]:
             running = control.book.counts(Split.TRAIN).slots[SlotState.RUNNING]
             return [f"group {group.id} has {num_finished} of {group.size} episodes; {running} are running"]
     return []
+
+
+def status_reply(control: Control) -> StatusReply:
+    """For ``GET /api/status``."""
+    counts = control.book.counts(Split.TRAIN)
+    state = "complete" if control.complete else "stopping" if control.stopping else "running"
+    if state == "running" and any(h.manifest is None for h in control.policies.values()):
+        state = "starting"
+    elif state == "running" and control.evaluations.running:
+        state = "evaluating"
+    return StatusReply(
+        state=state,
+        blockers=blockers(control),
+        policies=[policy_reply(control, h) for h in control.policies.values()],
+        open_episodes=len(control.registry.open_episodes()),
+        groups_in_flight=counts.num_groups,
+        groups_buffered=sum(len(h.buffer) for h in control.policies.values()),
+        train_steps=max((h.version for h in control.policies.values()), default=0),
+        total_steps=control.config.run.steps,
+        metrics={k: float(v) for k, v in control.summary().items()},
+    )
+
+
+def policy_reply(control: Control, host: PolicyHost) -> PolicyReply:
+    """One policy for the API, with the proof of what is served."""
+    served = control.engines.lowest_served(host.name)
+    return PolicyReply(
+        name=host.name,
+        model=host.config.model,
+        version=host.version,
+        context_tokens=host.spec.context_tokens,
+        trainer=host.state,
+        engines=sum(host.name in link.served for link in control.engines.links),
+        served_version=served[0] if served else None,
+        served_checksum=served[1] if served else None,
+        published_checksum=host.manifest.checksum if host.manifest else None,
+    )

