@@ -62,11 +62,20 @@ Inbound = ControlMessage | Connected | Disconnected
 class WorkerLink:
     """Runs the I/O thread; used by the compute thread through :meth:`receive` and :meth:`send`."""
 
-    def __init__(self, url: str, key: str, register: Register, *, give_up_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        register: Register,
+        *,
+        give_up_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._url = url.rstrip("/") + "/worker/v1"
         self._key = key
         self._register = register
         self._give_up_s = give_up_s
+        self._clock = clock
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._outbox: deque[WorkerMessage] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,7 +140,7 @@ class WorkerLink:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._failures, self._lost_since = 0, time.monotonic()
+        self._failures, self._lost_since = 0, self._clock()
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
             while not self._stopping:
                 try:
@@ -149,7 +158,7 @@ class WorkerLink:
                 self._failures += 1
 
     def _give_up_after(self, error: Exception) -> None:
-        if time.monotonic() - self._lost_since > self._give_up_s:
+        if self._clock() - self._lost_since > self._give_up_s:
             raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -171,7 +180,7 @@ class WorkerLink:
         try:
             await self._pump(socket, welcome.heartbeat_s)
         finally:
-            self._failures, self._lost_since = 0, time.monotonic()
+            self._failures, self._lost_since = 0, self._clock()
             self._inbox.put(Disconnected())
 
     async def _pump(self, socket: aiohttp.ClientWebSocketResponse, heartbeat_s: float) -> None:

@@ -1,0 +1,270 @@
+"""The engine worker on a tiny real model, driven by messages and without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from wingbeat.core.config import EngineConfig, PolicyConfig
+from wingbeat.core.types import FinishReason
+from wingbeat.core.worker_protocol import (
+    Abort,
+    Failed,
+    Generate,
+    Heartbeat,
+    Manifest,
+    PinVersion,
+    PolicySpec,
+    Shutdown,
+    TokenChunk,
+    Tokens,
+    UnpinVersion,
+    UpdateWeights,
+    WeightsServed,
+    Welcome,
+    WorkerMessage,
+)
+from wingbeat.environments.calculator.tokenizer import write_tokenizer
+from wingbeat.weights.publish import WeightPublisher
+from wingbeat.workers.engine import EngineWorker
+from wingbeat.workers.link import Connected, Disconnected, Inbound
+
+HOST = "this-host"
+VOCABULARY = 96
+Turn = list[Inbound] | Callable[[], list[Inbound]]
+
+
+def build_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=256,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> PolicySpec:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    build_model(0).save_pretrained(folder)
+    config = PolicyConfig(model=str(folder), context_tokens=128)
+    return PolicySpec("solver", str(folder), 128, config.model_dump(mode="json"))
+
+
+@pytest.fixture(scope="module")
+def manifests(spec: PolicySpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Manifest]]:
+    """Versions 0, 1 and 2, each of other weights."""
+    with WeightPublisher(tmp_path_factory.mktemp("weights"), host_id=HOST, policy="solver") as publisher:
+        yield [
+            publisher.publish(build_model(v).state_dict(), version=v, kind="full", base_model=spec.model)
+            for v in range(3)
+        ]
+
+
+def generate(name: str, *, max_tokens: int = 6, stream: bool = False, **more: Any) -> Generate:
+    prompt = np.arange(1, 6, dtype="<i4").tobytes()
+    return Generate(name, "solver", prompt, max_tokens, stream=stream, **more)
+
+
+class Driver:
+    """Plays a script: one entry per loop of the worker, then nothing until its work is done."""
+
+    def __init__(self, spec: PolicySpec, **options: Any) -> None:
+        settings = EngineConfig(max_running=8, kv_tokens=2048, prefill_tokens=64, **options)
+        self.sent: list[WorkerMessage] = []
+        self.worker = EngineWorker(HOST, lambda *messages: self.sent.extend(messages))
+        self.welcome = Connected(
+            Welcome("engine-0", 1.0, (spec,), "run", seed=1, engine=settings.model_dump(mode="json"))
+        )
+        self.num_loops = 0
+
+    def play(self, *script: Turn) -> None:
+        turns = iter([[self.welcome], *script])
+
+        def receive(*, block: bool) -> list[Inbound]:
+            self.num_loops += 1
+            turn = next(turns, None)
+            if turn is None:
+                return [Shutdown()] if block else []
+            return turn() if callable(turn) else turn
+
+        self.worker.run(receive)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def chunks(self, name: str) -> list[TokenChunk]:
+        return [c for message in self.of(Tokens) for c in message.chunks if c.request_id == name]
+
+
+@pytest.fixture
+def driver(spec: PolicySpec) -> Driver:
+    return Driver(spec)
+
+
+@torch.no_grad()
+def logprobs(version: int, sampled: Sequence[int]) -> list[float]:
+    """What a plain forward pass of that version says of the sampled tokens."""
+    ids = torch.tensor([[*range(1, 6), *sampled]])
+    logits_TV = build_model(version)(input_ids=ids).logits[0].log_softmax(-1)[4:-1]
+    return logits_TV.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+
+
+def test_weights_are_served_once_acknowledged_and_a_request_ends_with_one_chunk(
+    driver: Driver, manifests: list[Manifest]
+) -> None:
+    driver.play([UpdateWeights(manifests[1])], [generate("r", max_tokens=4)])
+    assert driver.sent[0] == WeightsServed("solver", 1, manifests[1].checksum)
+    (chunk,) = driver.chunks("r")
+    assert (len(chunk.token_ids), chunk.version, chunk.finish) == (4, 1, FinishReason.LENGTH)
+    assert list(chunk.logprobs) == pytest.approx(logprobs(1, chunk.token_ids), abs=1e-4)
+
+
+def test_a_streamed_request_gets_a_chunk_per_token(driver: Driver, manifests: list[Manifest]) -> None:
+    driver.play([UpdateWeights(manifests[0])], [generate("s", max_tokens=3, stream=True), generate("r", max_tokens=3)])
+    assert [(len(c.token_ids), c.finish) for c in driver.chunks("s")] == [
+        (1, None),
+        (1, None),
+        (1, FinishReason.LENGTH),
+    ]
+    assert [len(c.token_ids) for c in driver.chunks("r")] == [3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_chunk_mixes_versions_and_each_token_is_of_the_version_it_names(
+    driver: Driver, manifests: list[Manifest], stream: bool
+) -> None:
+    names = [f"r{i}" for i in range(3)]
+    requests: list[Inbound] = [generate(name, max_tokens=9, stream=stream, seed=5 + i) for i, name in enumerate(names)]
+    driver.play(
+        [UpdateWeights(manifests[0])],
+        requests,
+        [],
+        [],
+        [UpdateWeights(manifests[1])],
+        [],
+        [UpdateWeights(manifests[2])],
+    )
+    for name in names:
+        found = driver.chunks(name)
+        tokens = [token for chunk in found for token in chunk.token_ids]
+        versions = [chunk.version for chunk in found for _ in chunk.token_ids]
+        assert len(tokens) == 9 and sorted(set(versions)) == [0, 1, 2] and versions == sorted(versions)
+        assert len(found) == (9 if stream else 3)  # one span per version
+        by_version = {version: logprobs(version, tokens) for version in range(3)}
+        expected = [by_version[version][index] for index, version in enumerate(versions)]
+        assert [p for chunk in found for p in chunk.logprobs] == pytest.approx(expected, abs=1e-4)
+        assert [chunk.finish for chunk in found][:-1] == [None] * (len(found) - 1)
+
+
+def test_an_abort_ends_a_request_with_what_it_had(driver: Driver, manifests: list[Manifest]) -> None:
+    driver.play(
+        [UpdateWeights(manifests[0])],
+        [generate("r", max_tokens=100), generate("other", max_tokens=5)],
+        [],
+        [Abort("r"), Abort("unknown")],
+    )
+    (chunk,) = driver.chunks("r")
+    assert chunk.finish is FinishReason.ABORT and 0 < len(chunk.token_ids) < 100
+    assert [c.finish for c in driver.chunks("other")] == [FinishReason.LENGTH]
+
+
+def test_a_pinned_version_stays_while_the_live_one_moves_on(driver: Driver, manifests: list[Manifest]) -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+    driver.play(
+        [UpdateWeights(manifests[0]), PinVersion(manifests[0]), PinVersion(manifests[0])],
+        [UpdateWeights(manifests[1])],
+        [generate("live", **greedy), generate("pinned", version=0, **greedy)],
+    )
+    served = [(m.version, m.pinned) for m in driver.of(WeightsServed)]
+    assert served == [(0, False), (0, True), (0, True), (1, False)]
+    (live,), (pinned,) = driver.chunks("live"), driver.chunks("pinned")
+    assert (live.version, pinned.version) == (1, 0)
+    assert list(pinned.logprobs) == pytest.approx(logprobs(0, pinned.token_ids), abs=1e-4)
+
+
+def test_requests_of_a_version_that_is_released_end_with_an_error(driver: Driver, manifests: list[Manifest]) -> None:
+    driver.play(
+        [UpdateWeights(manifests[1]), PinVersion(manifests[0])],
+        [generate("r", version=0, max_tokens=100), generate("live", max_tokens=100, stream=True)],
+        [],
+        [UnpinVersion("solver", 0), UnpinVersion("solver", 7)],
+        [Abort("live"), generate("late", version=0)],
+    )
+    assert [c.finish for c in driver.chunks("r")] == [FinishReason.ERROR]
+    assert "released" in driver.chunks("r")[0].error
+    assert driver.chunks("live")[-1].finish is FinishReason.ABORT  # it went on until then
+    assert "version 0 is not loaded here" in driver.chunks("late")[0].error
+
+
+def test_a_request_that_cannot_fit_is_an_error_of_its_own(driver: Driver, manifests: list[Manifest]) -> None:
+    driver.play([UpdateWeights(manifests[0])], [generate("big", max_tokens=1000), generate("r")])
+    assert [c.finish for c in driver.chunks("big")] == [FinishReason.ERROR] and driver.chunks("big")[0].error
+    assert [c.finish for c in driver.chunks("r")] == [FinishReason.LENGTH]
+
+
+def test_weights_that_cannot_be_read_are_reported_and_the_old_ones_serve_on(
+    driver: Driver, manifests: list[Manifest], tmp_path: Path
+) -> None:
+    gone = Manifest("solver", 9, "full", str(tmp_path / "gone"), HOST, "x", 1, (), base_model="")
+    driver.play([UpdateWeights(manifests[1])], [UpdateWeights(gone), PinVersion(gone)], [generate("r")])
+    assert [(m.command, m.policy) for m in driver.of(Failed)] == [
+        ("update_weights", "solver"),
+        ("pin_version", "solver"),
+    ]
+    assert "VersionGone" in driver.of(Failed)[0].error
+    assert [c.version for c in driver.chunks("r")] == [1]
+
+
+def test_a_lost_control_ends_its_requests_and_pins_but_not_the_live_weights(
+    driver: Driver, manifests: list[Manifest]
+) -> None:
+    driver.play(
+        [UpdateWeights(manifests[1]), PinVersion(manifests[0])],
+        [generate("old", max_tokens=100), generate("old-pinned", version=0, max_tokens=100)],
+        [],
+        [Disconnected()],
+        [driver.welcome],
+        [generate("new", max_tokens=3), generate("new-pinned", version=0)],
+    )
+    assert driver.chunks("old") == driver.chunks("old-pinned") == []
+    assert [c.finish for c in driver.chunks("new")] == [FinishReason.LENGTH]
+    assert [c.finish for c in driver.chunks("new-pinned")] == [FinishReason.ERROR]
+
+
+def test_a_frozen_policy_serves_its_folder(driver: Driver, spec: PolicySpec) -> None:
+    base = Manifest("solver", 0, "full", "", "", "base", 0, (), base_model=spec.model)
+    driver.play([UpdateWeights(base)], [generate("r", temperature=0.0)])
+    assert driver.of(WeightsServed) == [WeightsServed("solver", 0, "base")]
+    (chunk,) = driver.chunks("r")
+    assert list(chunk.logprobs) == pytest.approx(logprobs(0, chunk.token_ids), abs=1e-4)
+
+
+def test_heartbeats_tell_what_was_done_since_the_last(driver: Driver, manifests: list[Manifest]) -> None:
+    assert driver.worker.heartbeat() == Heartbeat(0.0, {})
+    driver.play([UpdateWeights(manifests[2])], [generate("r", max_tokens=5)])
+    beat = driver.worker.heartbeat()
+    assert beat.busy_s > 0 and driver.worker.heartbeat().busy_s == 0
+    stats = beat.stats["solver"]
+    assert (stats["sampled_tokens"], stats["policy_version"], stats["running"]) == (5.0, 2.0, 0.0)
+
+
+def test_an_idle_worker_blocks_instead_of_spinning(driver: Driver, manifests: list[Manifest]) -> None:
+    driver.play([UpdateWeights(manifests[0])])
+    assert driver.num_loops == 3  # welcome, weights, shutdown
