@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-import wingbeat
 from openai import AsyncOpenAI, DefaultAioHttpClient
+
+import wingbeat
 from wingbeat.environments.registry import make_environment
 
 EXAMPLES = "3 + 2 = 5\n9 - 5 = 4\n8 + 7 = 15\n"

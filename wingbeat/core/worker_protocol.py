@@ -115,7 +115,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class WeightsServed(msgspec.Struct, frozen=True, tag="weights_served"):
-    """The engine now serves this; the checksum is computed from what it loaded, not echoed."""
+    """The engine now serves this: it computed the checksum over the bytes that it loaded, and it fits."""
 
     policy: str
     version: int

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.files import write_atomically
-from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end
+from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
 from wingbeat.deploy.tasks import load_tasks, put_tasks
 from wingbeat.trainer.folders import checked_folder
 
@@ -190,11 +191,14 @@ class Supervisor:
 
     async def _until_up(self, address: Path) -> None:
         """Wait for control to have written its address, or to have failed."""
-        async with asyncio.timeout(START_S):
-            while not os.path.exists(address):  # noqa: ASYNC240 - a stat takes microseconds
-                if self._failed.is_set():
-                    raise self.failure()
-                await asyncio.sleep(0.02)
+        deadline = time.monotonic() + START_S
+        while not os.path.exists(address):  # noqa: ASYNC240 - a stat takes microseconds
+            if self._failed.is_set():
+                raise self.failure()
+            if time.monotonic() > deadline:
+                log = self.run_dir / "logs" / "control.log"
+                raise SetupError(f"control did not start within {START_S:.0f} s: {tail(log)}")
+            await asyncio.sleep(0.02)
 
     def _start_workers(self) -> None:
         trainable = [name for name, policy in self.config.policies.items() if policy.trainable]

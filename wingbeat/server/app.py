@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from wingbeat.core.errors import OverloadedError, PayloadTooLarge, WingbeatError
+from wingbeat.core.errors import OverloadedError, PayloadTooLarge, PermissionDenied, WingbeatError
 from wingbeat.server.control import Control
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.responses import error_response
@@ -42,6 +42,7 @@ def create_app(control: Control, keys: RoleKeys) -> FastAPI:
     app.add_exception_handler(WingbeatError, _wingbeat_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(OwnOrigin)
     app.add_middleware(BodyLimit, max_bytes=control.config.server.max_body_bytes)
     return app
 
@@ -68,6 +69,27 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     logger.exception("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
     own = WingbeatError(f"unexpected {type(error).__name__} in the server; its log has the details")
     return error_response(own)
+
+
+class OwnOrigin:
+    """Refuses requests that a web page of another origin sends: on loopback no key would stop them.
+
+    Browsers name the page's origin in every cross-origin request that may change something; agents and
+    SDKs send none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            origin = headers.get(b"origin")
+            if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+                refusal = PermissionDenied(f"requests from the web page {origin.decode('latin-1')} are not accepted")
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -301,9 +301,9 @@ class Control:
         if len(register.policies) != 1 or register.policies[0] not in self.policies:
             return Refused(f"a trainer hosts one of {', '.join(self.policies)}, got {register.policies}"), None
         host = self.policies[register.policies[0]]
-        if host.has_trainer or not host.config.trainable:
+        if not host.config.trainable or (host.has_trainer and host.trainer_id != register.worker_id):
             return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
-        return self._welcome(register, (host.spec,)), TrainerSession(host, send)
+        return self._welcome(register, (host.spec,)), TrainerSession(host, register, send)
 
     def _welcome(self, register: Register, specs: tuple[PolicySpec, ...]) -> Welcome:
         return Welcome(

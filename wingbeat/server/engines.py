@@ -139,12 +139,12 @@ class EnginePool:
         return (
             (policy, version) in self._pins
             or (live is not None and live.version == version)
-            or any(link.served.get(policy, (-1, ""))[0] < version for link in self._links)
+            or any(link.served.get(policy, (-1, ""))[0] < version for link in self._links if not link.failure)
         )
 
     def has_served(self, policy: str, version: int) -> bool:
         """True once every connected engine serves this live version or a newer one."""
-        return all(link.served.get(policy, (-1, ""))[0] >= version for link in self._links)
+        return all(link.served.get(policy, (-1, ""))[0] >= version for link in self._links if not link.failure)
 
     @property
     def links(self) -> Sequence[EngineLink]:
@@ -270,7 +270,7 @@ class EnginePool:
                 temperature=s.temperature,
                 top_p=s.top_p,
                 top_k=s.top_k,
-                seed=s.seed,
+                seed=None if s.seed is None else s.seed + len(flight.delivered),  # not the same draws again
                 stop_token_ids=s.stop_token_ids,
                 cache_key=flight.cache_key,
                 version=flight.version,

@@ -1,8 +1,8 @@
 """One request, one turn (or ``n``): resolve the prompt in the episode's token graph, generate, commit.
 
 Prompts are token ids that tracking owns; text is only parsed and rendered at the edges.  A turn is
-committed when its generation has ended, also if the caller went away meanwhile (its tokens are then
-kept with finish reason "abort").
+committed when its generation has ended.  If the caller goes away meanwhile, what had reached control is
+kept with finish reason "abort" (tokens of a streamed turn; of others nothing has come yet).
 """
 
 from __future__ import annotations

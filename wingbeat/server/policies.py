@@ -103,6 +103,8 @@ class PolicyHost:
         self.version = 0
         self.manifest: Manifest | None = None
         self.state = TrainerState.ABSENT if self.config.trainable else TrainerState.FROZEN
+        self.trainer_id = ""
+        """The worker that last connected as this policy's trainer."""
         self.halted = ""
         """Why training stopped for good, if it did."""
         self.trained_tokens = 0
@@ -146,11 +148,20 @@ class PolicyHost:
 
     # --- the trainer --------------------------------------------------------------------------
 
-    def trainer_joined(self, send: Callable[[ControlMessage], None]) -> None:
+    def trainer_joined(self, send: Callable[[ControlMessage], None], *, worker_id: str = "") -> None:
+        """A trainer is connected; a worker that returns takes its own earlier connection over."""
+        if self._trainer is not None:
+            self.trainer_left()
+        self.trainer_id = worker_id
         self._trainer = send
 
-    def trainer_left(self) -> None:
-        """The trainer died; the step in progress will be replayed to its successor."""
+    def trainer_left(self, send: Callable[[ControlMessage], None] | None = None) -> None:
+        """The trainer died; the step in progress will be replayed to its successor.
+
+        ``send`` names the one that left: nothing happens where a successor took over already.
+        """
+        if send is not None and self._trainer is not send:
+            return
         self._trainer = None
         if self.state is not TrainerState.FROZEN:
             self.state = TrainerState.ABSENT

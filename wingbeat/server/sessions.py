@@ -76,9 +76,10 @@ class EngineSession:
 class TrainerSession:
     """A trainer's connection: everything goes to its policy."""
 
-    def __init__(self, host: PolicyHost, send: Callable[[ControlMessage], None]) -> None:
+    def __init__(self, host: PolicyHost, register: Register, send: Callable[[ControlMessage], None]) -> None:
         self._host = host
-        host.trainer_joined(send)
+        self._send = send
+        host.trainer_joined(send, worker_id=register.worker_id)
 
     def receive(self, message: WorkerMessage) -> None:
         match message:
@@ -98,4 +99,4 @@ class TrainerSession:
                 logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
 
     def closed(self) -> None:
-        self._host.trainer_left()
+        self._host.trainer_left(self._send)

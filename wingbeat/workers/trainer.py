@@ -110,7 +110,7 @@ class TrainerWorker:
             config=config,
             total_steps=welcome.total_steps,
             seed=welcome.seed,
-            device=resolve_device("auto"),
+            device=resolve_device(config.trainer.device),
             dtype=getattr(torch, config.dtype),
         )
         checkpoints = CheckpointStore(

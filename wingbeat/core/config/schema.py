@@ -98,6 +98,7 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(default=50, ge=1, description="Steps between exact-resume checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoints are deleted.")
     threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
+    device: str = Field(default="auto", description="`auto` (torch.accelerator, else cpu) or a torch device.")
     control: Literal["none", "shuffled_advantages"] = Field(
         default="none", description="Negative control: shuffle advantages over the batch, so that nothing is learnt."
     )
@@ -172,6 +173,8 @@ class TasksConfig(Section):
     def _one_source(self) -> TasksConfig:
         if self.environment is not None and self.file is not None:
             raise ValueError("set `environment` or `file`, not both")
+        if self.options and self.environment is None:
+            raise ValueError("`options` belong to an `environment`; none is set")
         return self
 
 
