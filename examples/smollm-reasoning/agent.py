@@ -1,4 +1,4 @@
-"""An ordinary agent: the official openai SDK, few-shot sums, the first integer of the reply as the answer."""
+"""An ordinary agent: the official openai SDK, one example in the prompt, the reply's last integer as the answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 import wingbeat
 from wingbeat.environments.registry import make_environment
 
-EXAMPLES = "3 + 2 = 5\n9 - 5 = 4\n8 + 7 = 15\n"
-ENVIRONMENT = make_environment("reasoning-gym:chain_sum", {"size": 1, "eval_size": 1})
+EXAMPLE = [
+    {"role": "system", "content": ""},
+    {"role": "user", "content": "Calculate 42 + 7."},
+    {"role": "assistant", "content": "The answer is 49."},
+]
+ENVIRONMENT = make_environment("reasoning-gym:basic_arithmetic", {"size": 1, "eval_size": 1})
 """Only its scorer is used here; the tasks come from the server."""
 
 _shared: dict[str, AsyncOpenAI] = {}
+"""One connection pool per server, for all episodes of this process."""
 
 
 def _client(episode: wingbeat.Episode) -> AsyncOpenAI:
@@ -26,13 +31,11 @@ def _client(episode: wingbeat.Episode) -> AsyncOpenAI:
 
 @wingbeat.agent
 async def solve(episode: wingbeat.Episode) -> float:
-    """One sum, for example ``57 - 8``."""
-    expression = episode.task.payload["entry"]["metadata"]["expression"]
+    """One sum, for example ``Calculate 48 + 16.``"""
     completion = await _client(episode).chat.completions.create(
         model=episode.model,
-        messages=[{"role": "user", "content": f"{EXAMPLES}{expression} ="}],
-        max_tokens=4,
-        stop=["\n"],
+        messages=[*EXAMPLE, {"role": "user", "content": episode.task.payload["question"]}],
+        max_tokens=10,
     )
-    number = re.search(r"-?\d+", completion.choices[0].message.content or "")
-    return ENVIRONMENT.score(episode.task, number.group() if number else "")
+    numbers = re.findall(r"-?\d+", completion.choices[0].message.content or "")
+    return ENVIRONMENT.score(episode.task, numbers[-1] if numbers else "")
