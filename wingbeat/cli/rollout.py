@@ -45,6 +45,7 @@ def rollout(
         processes=processes,
         options=options,
         log_level=level,
+        resources="wingbeat.resources:LocalPool",
     )
     stats = run_rollouts(plan)
     if json_output:

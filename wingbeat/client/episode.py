@@ -15,15 +15,17 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from types import MappingProxyType, TracebackType
-from typing import Self, SupportsFloat
+from typing import Any, Self, SupportsFloat
 
 from wingbeat.client.heartbeats import Beat, HeartbeatThread
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.rewards import RewardLike, to_metrics, to_rewards
 from wingbeat.client.transport import Call, Transport
 from wingbeat.core.errors import ConflictError, EpisodeClosed, NotFoundError, RequestError, WingbeatError
+from wingbeat.core.ports import ResourceLease, ResourcePool
 from wingbeat.core.protocol import (
     AbortRequest,
     BeginReply,
@@ -66,12 +68,20 @@ class Episode:
     """One attempt at one task.  Made by ``swarm.episode(...)``; of one event loop."""
 
     def __init__(
-        self, reply: BeginReply, *, transport: Transport, heartbeats: HeartbeatThread, finish_retry: RetryPolicy
+        self,
+        reply: BeginReply,
+        *,
+        transport: Transport,
+        heartbeats: HeartbeatThread,
+        finish_retry: RetryPolicy,
+        resources: ResourcePool | None = None,
     ) -> None:
         self._reply = reply
         self._transport = transport
         self._heartbeats = heartbeats
         self._finish_retry = finish_retry
+        self._resources = resources
+        self._releasing: asyncio.Task[None] | None = None
         self._state = EpisodeState.OPEN
         self.task = Task(reply.task.source, reply.task.id, reply.task.payload)
         self.group = Group(reply.group.id, reply.group.size)
@@ -136,6 +146,18 @@ class Episode:
         await self._ended.wait()
         return self._state
 
+    def lease(self, spec: Any, *, name: str = "") -> AbstractAsyncContextManager[ResourceLease]:
+        """Hold a resource (a tool, a sandbox) for a block: ``async with episode.lease(spec) as r: r.value ...``
+
+        It ends with its block or with the episode, whichever comes first.  Raises RequestError where the
+        swarm has no resource pool, EpisodeClosed once the episode is over.
+        """
+        if self._resources is None:
+            raise RequestError("this swarm has no resource pool: AsyncSwarm(url, resources=LocalPool())")
+        if self._state is not EpisodeState.OPEN:
+            raise EpisodeClosed(f"episode {self.id} is {self._state.value}; it takes no more resources")
+        return self._resources.lease(spec, name=name, owner=self.id)
+
     async def finish(
         self,
         reward: RewardLike,
@@ -158,6 +180,7 @@ class Episode:
         call = self._call("finish", body, self._finish_retry)
         reply = await self._transport.send(call, FinishReply)
         self._move(EpisodeState.FINISHED)
+        await self._released()
         return reply
 
     async def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT) -> None:
@@ -170,6 +193,8 @@ class Episode:
             await self._transport.send_unread(self._call("abort", body, _ABORT_RETRY))
         except (ConflictError, NotFoundError) as error:
             logger.debug("abort of %s: %s", self.id, error.message)
+        finally:
+            await self._released()
 
     async def status(self) -> EpisodeReply:
         """What the server knows of this episode."""
@@ -185,6 +210,16 @@ class Episode:
         self._state = state
         self._ended.set()
         self._heartbeats.remove(self.id)
+        if self._resources is not None and self._releasing is None:
+            self._releasing = asyncio.get_running_loop().create_task(self._release(self._resources))
+
+    async def _release(self, resources: ResourcePool) -> None:
+        await resources.release_owner(self.id)
+
+    async def _released(self) -> None:
+        """Wait until the episode's resources are given back; that goes on if the caller is cancelled."""
+        if self._releasing is not None:
+            await asyncio.shield(self._releasing)
 
     def _on_closed_by_server(self, reason: str) -> None:
         """Told in the heartbeat thread; the state belongs to the loop."""

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -45,6 +45,8 @@ class RolloutPlan:
     """Episodes at once in each process."""
     processes: int = 1
     options: RunnerOptions = field(default_factory=RunnerOptions)
+    resources: str = ""
+    """Import path ``MODULE:NAME`` of what makes each process's resource pool; "" for none."""
     log_level: int = logging.INFO
     """Of child processes; this process keeps its own."""
 
@@ -85,10 +87,21 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+@contextlib.asynccontextmanager
+async def _connect(plan: RolloutPlan) -> AsyncGenerator[AsyncSwarm]:
+    """The swarm of one process, with its resource pool."""
+    async with contextlib.AsyncExitStack() as stack:
+        pool = None
+        if plan.resources:
+            module, _, name = plan.resources.partition(":")
+            pool = await stack.enter_async_context(getattr(importlib.import_module(module), name)())
+        yield await stack.enter_async_context(AsyncSwarm(plan.url, plan.key, resources=pool))
+
+
 async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
     """Run in this process, heeding its signals."""
     loop = asyncio.get_running_loop()
-    async with AsyncSwarm(plan.url, plan.key) as swarm:
+    async with _connect(plan) as swarm:
         runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options, on_end=on_end)
         for number in _SIGNALS:
             loop.add_signal_handler(number, lambda: runner.stop(now=runner.stopping))
@@ -102,7 +115,7 @@ async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None
 async def _run_child(plan: RolloutPlan, pipe: Any) -> RunnerStats:
     """Run in a child process, heeding its parent: True asks to stop at once, False gracefully."""
     loop = asyncio.get_running_loop()
-    async with AsyncSwarm(plan.url, plan.key) as swarm:
+    async with _connect(plan) as swarm:
         runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options)
 
         def listen() -> None:

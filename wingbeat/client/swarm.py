@@ -25,6 +25,7 @@ from wingbeat.client.heartbeats import HeartbeatThread
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
 from wingbeat.core.errors import RequestError
+from wingbeat.core.ports import ResourcePool
 from wingbeat.core.protocol import (
     BeginReply,
     BeginRequest,
@@ -70,6 +71,7 @@ class AsyncSwarm:
 
     ``timeout_s`` bounds one request, ``retry_budget_s`` the tries at one call (None: forever).  An
     episode's finish has its own ``finish_budget_s``, by default None: it is retried until acknowledged.
+    ``resources`` is where ``episode.lease(spec)`` takes tools and sandboxes from; the caller closes it.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class AsyncSwarm:
         timeout_s: float = 60.0,
         retry_budget_s: float | None = 120.0,
         finish_budget_s: float | None = None,
+        resources: ResourcePool | None = None,
     ) -> None:
+        self.resources = resources
         self.url = url.rstrip("/")
         self.client_id = f"client-{uuid.uuid4().hex[:12]}"
         self._retry = RetryPolicy(budget_s=retry_budget_s)
@@ -111,7 +115,13 @@ class AsyncSwarm:
         body = _begin_request(options)
         call = Call("POST", "/api/episodes", body=body, timeout_s=self._long_timeout_s)
         reply = await self._transport.send(call, BeginReply)
-        return Episode(reply, transport=self._transport, heartbeats=self._heartbeats, finish_retry=self._finish_retry)
+        return Episode(
+            reply,
+            transport=self._transport,
+            heartbeats=self._heartbeats,
+            finish_retry=self._finish_retry,
+            resources=self.resources,
+        )
 
     @asynccontextmanager
     async def episode(self, **options: Unpack[BeginOptions]) -> AsyncGenerator[Episode]:

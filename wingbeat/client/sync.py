@@ -10,6 +10,7 @@ All I/O runs on one event loop in a background thread; heartbeats have their own
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from wingbeat.client.episode import Episode, EpisodeState
 from wingbeat.client.rewards import RewardLike
 from wingbeat.client.swarm import AsyncSwarm, BeginOptions
 from wingbeat.core.errors import RequestError
+from wingbeat.core.ports import ResourceLease, ResourcePool
 from wingbeat.core.protocol import (
     EpisodeReply,
     EvaluationReply,
@@ -132,6 +134,23 @@ class SyncEpisode:
         """As :meth:`Episode.abort`."""
         self._port.call(self._episode.abort(message, outcome=outcome))
 
+    @contextlib.contextmanager
+    def lease(self, spec: Any, *, name: str = "") -> Iterator[ResourceLease]:
+        """As :meth:`Episode.lease`, with ``with``."""
+
+        async def hold() -> ResourceLease:
+            return await held.__aenter__()
+
+        async def give_back() -> None:
+            await held.__aexit__(None, None, None)
+
+        held = self._episode.lease(spec, name=name)
+        lease = self._port.call(hold())
+        try:
+            yield lease
+        finally:
+            self._port.call(give_back())
+
     def status(self) -> EpisodeReply:
         """As :meth:`Episode.status`."""
         return self._port.call(self._episode.status())
@@ -154,9 +173,15 @@ class Swarm:
         timeout_s: float = 60.0,
         retry_budget_s: float | None = 120.0,
         finish_budget_s: float | None = None,
+        resources: ResourcePool | None = None,
     ) -> None:
         self._swarm = AsyncSwarm(
-            url, key, timeout_s=timeout_s, retry_budget_s=retry_budget_s, finish_budget_s=finish_budget_s
+            url,
+            key,
+            timeout_s=timeout_s,
+            retry_budget_s=retry_budget_s,
+            finish_budget_s=finish_budget_s,
+            resources=resources,
         )
         self._loop = asyncio.new_event_loop()
         self._port = LoopPort(self._loop)
