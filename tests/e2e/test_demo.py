@@ -110,6 +110,18 @@ def test_the_demo_learns_although_its_engine_and_its_trainer_are_killed(tmp_path
     assert steps_taken == list(range(1, 91)), "every step counts once, whatever is replayed"
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_demo_learns_with_other_seeds(tmp_path: Path, seed: int) -> None:
+    process = start_demo(tmp_path, "--seed", str(seed))
+    try:
+        result = result_of(process)
+    finally:
+        process.kill()
+    assert result["eval_before"] < 0.35
+    assert result["eval_after"] >= 0.9
+    assert result["episodes"] >= 90 * 64, "every step trained on whole groups"
+
+
 @pytest.mark.parametrize("control", ["lr0", "shuffled-advantages"])
 def test_without_reinforcement_nothing_is_learnt(tmp_path: Path, control: str) -> None:
     process = start_demo(tmp_path, "--seed", "0", "--control", control)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import uuid
 from contextlib import aclosing
@@ -259,7 +260,10 @@ async def test_metrics_are_in_the_prometheus_text_format(api: Api) -> None:
 
 
 async def test_openapi_describes_every_route(api: Api) -> None:
-    paths = (await api.get("/openapi.json"))["paths"]
+    description = await api.get("/openapi.json")
+    paths = description["paths"]
+    referred = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(description)))
+    assert referred <= set(description["components"]["schemas"])
     described = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert described == {
         "POST /v1/chat/completions",

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from wingbeat.cli.plots import plot_run
+from wingbeat.cli.program import program
 from wingbeat.cli.progress import RunProgress, draw_curve
 from wingbeat.core.config import Config
 from wingbeat.core.errors import SetupError
@@ -63,6 +64,7 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
         "clip_high": preset.clip_high,
         "updates_per_batch": preset.updates_per_batch,
         "checkpoint_every": 25,
+        "threads": 1,  # so small a model only loses by more, and every machine runs what was measured
         "control": "shuffled_advantages" if control == "shuffled-advantages" else "none",
     }
     return Config.model_validate(
@@ -77,7 +79,7 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
                     "trainer": trainer,
                 }
             },
-            "engine": {"max_running": 128, "kv_tokens": 32768},
+            "engine": {"max_running": 128, "kv_tokens": 32768, "threads": 1},
             "dataflow": {
                 "group_size": preset.group_size,
                 "groups_per_step": preset.groups_per_step,
@@ -154,10 +156,11 @@ def _show(console: Console, report: DemoReport, *, seed: int, rewards: list[floa
         highlight=False,
     )
     console.print("Next:", style="bold")
+    name = program()
     for command in (
-        f"wingbeat inspect {report.result.run_dir}",
-        "wingbeat init my-agent && cd my-agent && wingbeat train config.toml",
-        "wingbeat serve config.toml    # then: wingbeat rollout agent.py --server URL, from any machine",
+        f"{name} inspect {report.result.run_dir}",
+        f"{name} init my-agent && cd my-agent && {name} train config.toml",
+        f"{name} serve config.toml    # then: wingbeat rollout agent.py --server URL, from any machine",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wingbeat.core.config import ServerConfig
+from wingbeat.core.errors import DependencyMissing
 
 SERVER_PACKAGES = (
     "fastapi",
@@ -117,6 +118,16 @@ def examine(*, port: int) -> Iterator[Finding]:
             yield Finding(package, Level.NOTE, f"not installed ({purpose})", command)
         else:
             yield Finding(package, Level.OK, version)
+
+
+def require_server(*more: str) -> None:
+    """Raises DependencyMissing, before minutes are spent, where the server or one of ``more`` is not installed."""
+    missing = [package for package in (*SERVER_PACKAGES, *more) if installed_version(package) is None]
+    if missing:
+        raise DependencyMissing(
+            f"this needs packages that are not installed: {', '.join(missing)}; from a clone:"
+            " pip install '.[server]' -c constraints.txt"
+        )
 
 
 def installed_version(package: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
+from wingbeat.cli.program import program
 from wingbeat.core.config import DataflowConfig, TrainerConfig
 from wingbeat.core.errors import SetupError
 from wingbeat.environments.calculator import DEMO_PRESET, DemoPreset
@@ -25,7 +26,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def init(name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")]) -> None:
     """Make a folder with an agent, its tasks and a configuration that trains within minutes."""
     scaffold(name, preset=DEMO_PRESET)
-    typer.echo(f"made {name}: {', '.join(FILES)}\nnext: cd {name} && wingbeat train config.toml")
+    typer.echo(f"made {name}: {', '.join(FILES)}\nnext: cd {name} && {program()} train config.toml")
 
 
 def scaffold(folder: Path, *, preset: DemoPreset) -> None:

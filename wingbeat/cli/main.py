@@ -14,12 +14,20 @@ import typer
 from typer.core import TyperGroup
 
 from wingbeat import __version__
-from wingbeat.cli.doctor import doctor
+from wingbeat.cli.doctor import doctor, require_server
 from wingbeat.cli.evaluate import evaluate
 from wingbeat.cli.init import init
 from wingbeat.cli.rollout import rollout
 from wingbeat.cli.run import serve, train
 from wingbeat.core.errors import SetupError, WingbeatError
+
+
+def missing_package(module: str) -> str:
+    """What to tell where a command needs more than the light client."""
+    return (
+        f"this command needs the module {module!r}, which is not installed; install the server from a clone:"
+        " pip install '.[server]' -c constraints.txt (`wingbeat doctor` lists what is missing)"
+    )
 
 
 class OneLineErrors(TyperGroup):
@@ -31,6 +39,11 @@ class OneLineErrors(TyperGroup):
         except WingbeatError as error:
             typer.echo(f"error: {' '.join(error.message.split())}", err=True)
             raise typer.Exit(error.exit_code if isinstance(error, SetupError) else 1) from error
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == "wingbeat":  # a fault of ours
+                raise
+            typer.echo(f"error: {missing_package(error.name)}", err=True)
+            raise typer.Exit(SetupError.exit_code) from error
 
 
 app = typer.Typer(
@@ -62,6 +75,7 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where to make the run directory.")] = Path("runs"),
 ) -> None:
     """Teach a small agent to use a calculator, on this machine, in minutes."""
+    require_server("openai", "matplotlib")
     from wingbeat.cli.demo import run_demo
 
     run_demo(seed=seed, control=control, json_output=json_output, directory=directory)

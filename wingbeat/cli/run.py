@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from wingbeat.cli.doctor import require_server
 from wingbeat.core.config import Config, dump_toml, load_config
 from wingbeat.core.errors import ConfigError
 
@@ -40,6 +41,7 @@ def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_ru
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
+    require_server()
     from wingbeat.deploy.local import run_server
 
     run_server(config, config_dir, resume=resume, on_ready=_announce)
@@ -56,6 +58,7 @@ def train(
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
+    require_server()
     from wingbeat.cli.progress import RunProgress
     from wingbeat.deploy.training import TrainingPlan, run_plan
 
@@ -75,8 +78,11 @@ def train(
 def read_config(arguments: Sequence[str], resume: Path | None) -> tuple[Config, Path]:
     """The configuration of the command line and the folder that its relative paths start at.
 
-    Raises ConfigError for more than one file and for what is neither a file nor an override.
+    Raises ConfigError for more than one file, for what is neither a file nor an override, and where there
+    is no run to continue.
     """
+    if resume is not None and not (resume / "config.toml").is_file():
+        raise ConfigError(f"--resume {resume}: expected a run directory, with its config.toml; got none")
     overrides = [argument for argument in arguments if argument.startswith("-")]
     files = [Path(argument) for argument in arguments if not argument.startswith("-")]
     if len(files) > 1:

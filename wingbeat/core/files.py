@@ -6,11 +6,14 @@ import os
 import threading
 from pathlib import Path
 
+OWNER_ONLY = 0o600
+"""For files that hold keys."""
 
-def write_atomically(path: Path, data: bytes) -> None:
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by ``data``: written beside it, synced, renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with temporary.open("wb") as file:
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

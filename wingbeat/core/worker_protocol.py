@@ -235,7 +235,7 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save_checkpoint"):
 
 
 class Export(msgspec.Struct, frozen=True, tag="export"):
-    """Write a Hugging Face folder (or PEFT adapter) of the current weights to ``path``."""
+    """Write a Hugging Face folder of the current weights to ``path``; for LoRA, the PEFT adapter beside it."""
 
     policy: str
     path: str

@@ -7,6 +7,7 @@ its place (workers through control, control through the ledger).
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
@@ -19,15 +20,16 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError
-from wingbeat.core.files import write_atomically
+from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
 from wingbeat.deploy.tasks import load_tasks, put_tasks
 from wingbeat.trainer.folders import checked_folder
+from wingbeat.weights.host import run_weights_candidates
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +91,15 @@ class Supervisor:
         self._config_dir = config_dir
         self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
         self._group: asyncio.TaskGroup | None = None
+        self._lock: BinaryIO | None = None
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        self._lock = lock_run(self.run_dir)  # before anything of the run is touched
         for folder in ("logs", "checkpoints", "export", "models"):
             (self.run_dir / folder).mkdir(exist_ok=True)
-        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode())
+        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode(), mode=OWNER_ONLY)
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
         try:
@@ -121,7 +125,10 @@ class Supervisor:
         if self._group is not None:
             await self._group.__aexit__(None, None, None)
             self._group = None
-        shutil.rmtree(shared_memory_dir(self.run_dir), ignore_errors=True)
+        for folder in run_weights_candidates(self.run_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     async def wait_failed(self) -> SetupError:
         """Returns once a child could not be kept running."""
@@ -181,13 +188,13 @@ class Supervisor:
         address = self.run_dir / "server.json"
         address.unlink(missing_ok=True)
         path = self.run_dir / "launch.json"
-        write_atomically(path, json.dumps(launch).encode())
+        write_atomically(path, json.dumps(launch).encode(), mode=OWNER_ONLY)
         self._spawn("control", [sys.executable, "-m", "wingbeat.server", str(path)])
         await self._until_up(address)
         self.url = str(json.loads(address.read_text())["url"])
         # a restarted control must be found where the first one was
         launch["config"]["server"]["port"] = int(self.url.rpartition(":")[2])
-        write_atomically(path, json.dumps(launch).encode())
+        write_atomically(path, json.dumps(launch).encode(), mode=OWNER_ONLY)
 
     async def _until_up(self, address: Path) -> None:
         """Wait for control to have written its address, or to have failed."""
@@ -203,7 +210,7 @@ class Supervisor:
     def _start_workers(self) -> None:
         trainable = [name for name, policy in self.config.policies.items() if policy.trainable]
         busy = self.config.engine.count + len(trainable)
-        share = max(1, (os.cpu_count() or 1) // max(1, busy))
+        share = max(1, usable_cores() // max(1, busy))
         for index in range(self.config.engine.count):
             self._spawn_worker("engine", f"engine-{index}", self.config.engine.threads or share)
         for name in trainable:
@@ -235,11 +242,23 @@ class Supervisor:
         write_atomically(self.run_dir / "processes.json", json.dumps(pids).encode())
 
 
-def shared_memory_dir(run_dir: Path) -> Path:
-    """Where the trainers of a run publish weights (see ``weights.publish``)."""
-    from wingbeat.weights.host import run_weights_dir
+def lock_run(run_dir: Path) -> BinaryIO:
+    """Held while a supervisor lives, however it ends.  Raises SetupError where another one has this run.
 
-    return run_weights_dir(run_dir)
+    A second one would sweep the published weights of the first away.
+    """
+    file = (run_dir / "supervisor.lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SetupError(f"{run_dir} is running already; stop that first (Ctrl-C), or start a new run") from None
+    return file
+
+
+def usable_cores() -> int:
+    """Those this process may run on: containers and batch systems give fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_exposure(config: Config) -> None:

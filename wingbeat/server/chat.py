@@ -109,7 +109,7 @@ def _check_fields(body: Mapping[str, Any]) -> None:
             continue
         if name not in REFUSED_UNLESS:
             raise UnsupportedField(f"unknown field `{name}`; leave it out", param=name)
-        if value not in REFUSED_UNLESS[name]:
+        if isinstance(value, bool) or value not in REFUSED_UNLESS[name]:
             raise UnsupportedField(
                 f"`{name}` would change what is sampled and is not supported; leave it out", param=name
             )

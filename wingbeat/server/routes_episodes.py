@@ -163,9 +163,21 @@ def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
 
 def body_schema(model: type[Wire]) -> dict[str, Any]:
     """The OpenAPI description of a body that the route parses itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    schema = model.model_json_schema()
+    schema = _without_references(schema, schema.pop("$defs", {}))
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def _without_references(node: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with every definition written out: the description's own list holds only what is answered."""
+    if isinstance(node, list):
+        return [_without_references(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        node = target | {key: value for key, value in node.items() if key != "$ref"}
+    return {key: _without_references(value, definitions) for key, value in node.items()}
 
 
 async def _follow(control: Control) -> AsyncIterator[bytes]:

@@ -88,8 +88,8 @@ class PolicyOptimizer:
         value = float(norm)
         if not math.isfinite(value):
             raise WingbeatError(
-                f"expected a finite gradient norm, got {value}; this update changed no weight. The policy has "
-                "diverged: lower learning_rate, or resume from an earlier checkpoint"
+                f"expected a finite gradient norm, got {value}; this update was not applied (earlier ones of "
+                "its batch were). The policy has diverged: lower learning_rate, and resume from a checkpoint"
             )
         torch.nn.utils.clip_grads_with_norm_(masters, self._max_grad_norm, norm)
         for group in self._adamw.param_groups:

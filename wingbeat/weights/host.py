@@ -27,6 +27,12 @@ def host_id(*, boot_id_path: Path = _BOOT_ID) -> str:
     return hashlib.sha256(f"{boot}\n{platform.node()}".encode()).hexdigest()[:16]
 
 
+def run_weights_candidates(run_dir: Path | str, *, shared_memory: Path = _SHARED_MEMORY) -> tuple[Path, Path]:
+    """Both folders that :func:`run_weights_dir` may choose, for whoever sweeps them at the end of a run."""
+    name = f"wingbeat-{hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]}"
+    return shared_memory / name, Path(tempfile.gettempdir()) / name
+
+
 def run_weights_dir(run_dir: Path | str, *, min_free_bytes: int = 0, shared_memory: Path = _SHARED_MEMORY) -> Path:
     """Where the trainers of a run publish: shared memory if it is writable and has room, else the temp folder.
 
@@ -40,5 +46,5 @@ def run_weights_dir(run_dir: Path | str, *, min_free_bytes: int = 0, shared_memo
         and os.access(shared_memory, os.W_OK | os.X_OK)
         and shutil.disk_usage(shared_memory).free >= min_free_bytes
     )
-    name = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
-    return (shared_memory if roomy else Path(tempfile.gettempdir())) / f"wingbeat-{name}"
+    in_memory, on_disk = run_weights_candidates(run_dir, shared_memory=shared_memory)
+    return in_memory if roomy else on_disk

@@ -43,6 +43,9 @@ from wingbeat.workers.main import WorkerArguments, resolve_device, run_worker
 
 logger = logging.getLogger(__name__)
 
+VERSIONS_HELD = 3
+"""Live, being published, and pinned for an evaluation: what must fit into shared memory at once."""
+
 
 @dataclass(slots=True)
 class Hosted:
@@ -117,7 +120,9 @@ class TrainerWorker:
             Path(welcome.run_dir) / "checkpoints" / spec.name, keep=config.trainer.keep_checkpoints
         )
         checkpoints.load_latest(trainer)
-        publisher = WeightPublisher(run_weights_dir(Path(welcome.run_dir)), host_id=self._host_id, policy=spec.name)
+        version_bytes = sum(tensor.nbytes for tensor in trainer.published_tensors().values())
+        folder = run_weights_dir(welcome.run_dir, min_free_bytes=VERSIONS_HELD * version_bytes)
+        publisher = WeightPublisher(folder, host_id=self._host_id, policy=spec.name)
         return Hosted(spec, trainer, checkpoints, publisher, _publish(spec, trainer, publisher))
 
     def _on_train_step(self, message: TrainStep) -> None:
@@ -155,7 +160,12 @@ class TrainerWorker:
         hosted = self._require()
 
         def export() -> None:
-            hosted.trainer.export(Path(message.path))
+            path = Path(message.path)
+            if hosted.trainer.lora is None:
+                hosted.trainer.export(path)
+            else:  # the merged model serves as any `model`; the adapter is what PEFT loads
+                hosted.trainer.export(path, merged=True)
+                hosted.trainer.export(path.with_name(f"{path.name}-adapter"))
             self._send(Exported(policy=message.policy, step=hosted.trainer.step, path=message.path))
 
         self._guard("export", export)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from wingbeat import __version__
 from wingbeat.cli.init import scaffold
 from wingbeat.cli.main import app
+from wingbeat.cli.program import program
 from wingbeat.client import load_agent
 from wingbeat.core.config import load_config
 from wingbeat.core.errors import SetupError
@@ -92,12 +93,50 @@ def test_resume_reads_the_run_s_configuration(cli: CliRunner, config: Path) -> N
     assert tomllib.loads(done.output)["policies"]["solver"]["model"] == "builtin:calculator"
 
 
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_resuming_what_is_no_run_is_one_line(cli: CliRunner, config: Path, command: str) -> None:
+    done = cli.invoke(app, [command, str(config), "--resume", str(config.parent / "nowhere")])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "expected a run directory" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["demo"], ["train", "CONFIG"], ["serve", "CONFIG"], ["inspect", "."]])
+def test_the_light_client_tells_what_a_command_lacks(config: Path, command: list[str]) -> None:
+    """``pip install .`` has no msgspec, among others: one line, no traceback."""
+    arguments = [str(config) if part == "CONFIG" else part for part in command]
+    code = (
+        "import sys\nfrom importlib import metadata\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'msgspec': raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "version = metadata.version\n"
+        "def without(name):\n"
+        "    if name == 'msgspec': raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = without\n"
+        "from wingbeat.cli.main import main\nsys.argv = ['wingbeat', *sys.argv[1:]]\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=config.parent,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "msgspec" in done.stderr
+    assert "pip install '.[server]'" in done.stderr
+
+
 def test_init_makes_a_project_that_loads(cli: CliRunner, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     project = tmp_path / "my-agent"
     done = cli.invoke(app, ["init", str(project)])
     assert done.exit_code == 0, done.output
-    assert f"cd {project} && wingbeat train config.toml" in done.output
+    assert f"cd {project} && {program()} train config.toml" in done.output
     config = load_config(project / "config.toml")
     assert config.run.name == "my-agent"
     assert config.run.steps == DEMO_PRESET.steps
