@@ -260,6 +260,23 @@ class GroupBook:
         if not is_last:
             slot.attempt += 1
 
+    def abandon(self, group_id: str) -> bool:
+        """Give up the free slots of a group past its deadline in which nobody works; True if that was so.
+
+        For groups whose slots only their own client may take: if it never comes back, what it finished
+        still counts, and admission gets the room back.
+        """
+        group = self._groups.get(group_id)
+        if group is None or self._clock() - group.opened_s < self._group_deadline_s:
+            return False
+        if any(slot.state in (SlotState.LEASED, SlotState.RUNNING) for slot in group.slots):
+            return False
+        for slot in group.slots:
+            if slot.state is SlotState.FREE:
+                slot.apply(SlotEvent.CUT_OFF)
+                slot.reason = "its client never came back"
+        return True
+
     def groups_with_free_slots(self) -> tuple[GroupSpec, ...]:
         """Oldest first, so that groups complete before others start."""
         return tuple(

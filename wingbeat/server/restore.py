@@ -30,7 +30,9 @@ def restore_run(control: Control) -> None:
         host.version = trained.get(host.name, 0)
         for group in ledger.unconsumed(host.name):
             host.buffer.add(group)
-    for group in ledger.open_groups():
+    open_groups = ledger.open_groups()
+    control.rollouts.restore_groups(g.spec.id for g in open_groups if g.spec.split is Split.TRAIN)
+    for group in open_groups:
         if group.spec.split is Split.TRAIN:
             control.book.restore(group.spec, slots=group.slots)
         else:

@@ -12,10 +12,9 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wingbeat.core.config import Config
@@ -36,6 +35,7 @@ from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotTicket
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.records import GroupSpec
+from wingbeat.server.client_groups import ClientGroups, is_client_group
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode, new_episode_prefix, task_model
 from wingbeat.server.evaluations import Evaluations
 from wingbeat.server.keys import digest, new_episode_key
@@ -45,7 +45,6 @@ from wingbeat.server.signals import Changed
 from wingbeat.tracking.graph import EpisodeGraph
 
 LEASE_S = 60.0
-REMEMBERED_GROUPS = 20_000
 
 
 @dataclass(slots=True)
@@ -84,10 +83,7 @@ class Rollouts:
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
         self._leases: dict[str, PendingLease] = {}
-        self._client_groups: dict[str, str] = {}
-        """Group id that a client declared to ours, while that is open."""
-        self._closed_groups: OrderedDict[str, None] = OrderedDict()
-        """Declared ids of groups that closed, oldest first: a straggler is told so, within memory bounds."""
+        self._client_groups = ClientGroups()
         self._group_numbers = itertools.count()
         self._prefix = new_episode_prefix()
 
@@ -120,8 +116,7 @@ class Rollouts:
 
     def _next_group(self, splits: Sequence[Split]) -> str | None:
         """The group whose slot goes next, opening a new one where admission allows."""
-        own = set(self._client_groups.values())
-        free = [g for g in self._parts.book.groups_with_free_slots() if g.id not in own]
+        free = [g for g in self._parts.book.groups_with_free_slots() if not is_client_group(g.id)]
         for split in (Split.EVAL, Split.TRAIN):
             if split not in splits:
                 continue
@@ -232,26 +227,23 @@ class Rollouts:
         assert request.task is not None
         declared = request.group
         task = Task(source=request.task.source, id=request.task.id, payload=request.task.payload)
-        if declared is not None and declared.id in self._closed_groups:
-            raise ConflictError(f"group {declared.id!r} has closed; use a new group id", param="group")
-        if declared is not None and declared.id in self._client_groups:
-            return self._join(declared, task, request.split)
+        own_id = self._client_groups.find(declared.id) if declared is not None else None
+        if declared is not None and own_id is not None:
+            return self._join(declared, own_id, task, request.split)
         names = [name.partition("@")[0] for name in request.policies or ()]
         if request.split is Split.TRAIN and not self._training_wants_more(names or None):
             return None
         size = declared.size if declared is not None else 1
         spec = self._train_group(task, size=size, policies=names or None)
+        spec = replace(spec, id=self._client_groups.add(declared.id if declared is not None else "", suffix=spec.id))
         if request.split is Split.EVAL:
             policies = tuple(request.policies or self._parts.policies)
             spec = GroupSpec(id=spec.id, task=task, split=Split.EVAL, size=size, policies=policies)
         self._open_group(spec)
-        if declared is not None:
-            self._client_groups[declared.id] = spec.id
         return self._parts.book.take(spec.id)
 
-    def _join(self, declared: GroupModel, task: Task, split: Split) -> SlotTicket | None:
+    def _join(self, declared: GroupModel, own_id: str, task: Task, split: Split) -> SlotTicket | None:
         """Another member of a group that a client declared earlier."""
-        own_id = self._client_groups[declared.id]
         spec = next(g for g, _ in self._parts.book.progress() if g.id == own_id)
         opened = (spec.size, spec.task.source, spec.task.id, spec.split)
         if opened != (declared.size, task.source, task.id, split):
@@ -331,11 +323,14 @@ class Rollouts:
             self._parts.metrics.episodes.labels(episode.split, "lost").inc()
             self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt)
             self._parts.changed.notify()
+        for group, _ in self._parts.book.progress():
+            if is_client_group(group.id):  # only its client could fill it
+                self._parts.book.abandon(group.id)
+
+    def restore_groups(self, group_ids: Iterable[str]) -> None:
+        """Groups that were open when the server stopped."""
+        self._client_groups.restore(group_ids)
 
     def forget_groups(self, group_ids: set[str]) -> None:
         """Groups that closed: their clients' names for them take no more members."""
-        for declared in [k for k, own in self._client_groups.items() if own in group_ids]:
-            del self._client_groups[declared]
-            self._closed_groups[declared] = None
-        while len(self._closed_groups) > REMEMBERED_GROUPS:
-            self._closed_groups.popitem(last=False)
+        self._client_groups.close(group_ids)

@@ -172,16 +172,29 @@ async def test_members_of_a_declared_group_meet_and_it_is_not_leased_to_others(o
         await begin(desk, task=task, group=group)
 
 
-async def test_names_of_closed_groups_do_not_pile_up(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "REMEMBERED_GROUPS", 2)
+async def test_a_strangers_lease_never_gets_a_clients_own_task(open_desk: OpenDesk) -> None:
     desk = open_desk(groups_per_step=8)
-    for number in range(4):
-        reply = await begin(desk, task=TaskModel(id="t"), group=GroupModel(id=f"mine-{number}", size=1))
-        await desk.finishing.finish(desk.episode(reply.episode_id), finish(float(number)))
-    again = await begin(desk, task=TaskModel(id="t"), group=GroupModel(id="mine-0", size=1))
-    assert again.attempt == 1
-    with pytest.raises(ConflictError):
-        await begin(desk, task=TaskModel(id="t"), group=GroupModel(id="mine-3", size=1))
+    await begin(desk, task=TaskModel(id="mine"), group=GroupModel(id="mine", size=2))
+    for lease in await leases(desk, 8):
+        assert lease.task.id != "mine"
+
+
+async def test_a_group_whose_client_never_came_back_gives_its_room_back(open_desk: OpenDesk) -> None:
+    desk = open_desk(group_deadline_s=50.0)
+    reply = await begin(desk, task=TaskModel(id="mine"), group=GroupModel(id="mine", size=2))
+    take_turn(desk, desk.episode(reply.episode_id))
+    await desk.finishing.finish(desk.episode(reply.episode_id), finish())
+    desk.clock.now += 49
+    desk.rollouts.reap()
+    desk.finishing.settle()
+    assert desk.book.counts().num_groups == 1, "its client may still come"
+    desk.clock.now += 2
+    desk.rollouts.reap()
+    desk.finishing.settle()
+    assert desk.book.counts().num_groups == 0
+    assert len(desk.policies["solver"].buffer) == 1, "what it finished still counts"
+    with pytest.raises(ConflictError, match="has closed"):
+        await begin(desk, task=TaskModel(id="mine"), group=GroupModel(id="mine", size=2))
 
 
 # --- finish ------------------------------------------------------------------------------------
