@@ -57,6 +57,12 @@ class TextStream:
         self._stop = stop
         self._tools_given = tools_given
         self._text = ""
+        self._settled = ""
+        """Text before ``_start``'s tokens' own."""
+        self._start = 0
+        """Tokens from here are decoded anew with every feed: a few, so that a long turn costs linear time."""
+        self._read = 0
+        """Tokens before this stand in ``_settled``; those from ``_start`` on only give the decoder context."""
         self._sent = 0
         self._found = ""
         """The stop string that ended the turn."""
@@ -67,7 +73,7 @@ class TextStream:
 
     def feed(self, generated: Generated) -> bool:
         """Take what was generated so far; True when a stop string ended the turn (tokens are cut there)."""
-        self._text = self._decode(generated.token_ids)
+        self._text = self._grow(generated.token_ids)
         found = [(at, s) for s in self._stop if (at := self._text.find(s)) >= 0]
         if not found:
             return False
@@ -75,6 +81,15 @@ class TextStream:
         generated.truncate(self._tokens_until(generated.token_ids, self._found))
         self._text = self._text[:at]
         return True
+
+    def _grow(self, token_ids: list[int]) -> str:
+        """The text of all tokens; whole characters settle, half ones wait for their other half."""
+        context = self._decode(token_ids[self._start : self._read])
+        news = self._decode(token_ids[self._start :])[len(context) :]
+        text = self._settled + news
+        if news and not news.endswith("\ufffd"):
+            self._settled, self._start, self._read = text, self._read, len(token_ids)
+        return text
 
     def _tokens_until(self, token_ids: list[int], stop: str) -> int:
         """The fewest tokens whose text contains the stop string."""
