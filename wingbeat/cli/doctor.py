@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wingbeat.core.config import ServerConfig
@@ -235,5 +236,7 @@ def _table(findings: list[Finding]) -> Table:
         table.add_column(column, overflow="fold")
     for finding in findings:
         colour = colours[finding.level]
-        table.add_row(finding.name, f"[{colour}]{finding.level.value}[/{colour}]", finding.found, finding.advice)
+        table.add_row(
+            finding.name, f"[{colour}]{finding.level.value}[/{colour}]", escape(finding.found), escape(finding.advice)
+        )
     return table

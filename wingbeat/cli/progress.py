@@ -19,6 +19,7 @@ CURVE_HEIGHT = 8
 CURVE_WIDTH = 60
 SMOOTHING = 0.8
 RATE_WINDOW_S = 15.0
+STUCK_S = 15.0
 
 
 class RunProgress:
@@ -35,6 +36,9 @@ class RunProgress:
         self._tokens: deque[tuple[float, float]] = deque()
         self._steps: deque[tuple[float, int]] = deque()
         self._printed = 0.0
+        self._moved = clock()
+        """When the last step or evaluation ended."""
+        self._said = ""
         self.rewards: list[float] = []
         """Mean reward of the episodes that finished during each step."""
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -66,19 +70,31 @@ class RunProgress:
             "engine_joined": lambda r: self.note("an engine joined"),
             "trainer_lost": lambda r: self.note("the trainer went away; it is being restarted"),
             "replayed": lambda r: self.note(f"the trainer caught up by replay (exact: {r['exact']})"),
+            "blockers": self._on_blockers,
             "complete": lambda r: self.note("complete"),
         }.get(record["event"])
         if handler is not None:
             handler(record)
 
+    def _on_blockers(self, record: dict[str, Any]) -> None:
+        """Say what a run waits for once it has not moved for a while."""
+        first = next(iter(record["blockers"]), "")
+        if not first or self._clock() - self._moved < STUCK_S:
+            return
+        self.note(f"waiting: {first}")
+        if first != self._said:
+            self._said = first
+            self._say(f"waiting: {first}")
+
     def _on_evaluation(self, record: dict[str, Any]) -> None:
+        self._moved = self._clock()
         mean = record["mean"]
         shown = "no result" if mean is None else f"{mean:.3f}"
         self.note(f"held-out reward {record['name']}: {shown}")
         self._say(f"held-out reward at version {record['version']}: {shown}")
 
     def _on_step(self, record: dict[str, Any]) -> None:
-        now = self._clock()
+        now = self._moved = self._clock()
         self._step = record
         if "rollout/reward_mean" in record:
             self.rewards.append(record["rollout/reward_mean"])

@@ -69,7 +69,7 @@ def train(
 
         plan = TrainingPlan(config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event)
         result = run_plan(plan)
-    typer.echo(json.dumps(result_data(result))) if json_output else Console().print(_result_table(result))
+    typer.echo(json.dumps(result_data(result))) if json_output else _show(result)
     if not result.complete:
         typer.echo(f"interrupted; continue with --resume {result.run_dir}", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -108,8 +108,20 @@ def result_data(result: TrainingResult) -> dict[str, Any]:
     }
 
 
+def _show(result: TrainingResult) -> None:
+    """The evaluations, and where everything lies (unwrapped, so that it can be copied)."""
+    console = Console()
+    if result.evaluations:
+        console.print(_result_table(result))
+    lines = [f"run directory: {result.run_dir}", f"look inside:   wingbeat inspect {result.run_dir}"]
+    if result.complete:
+        lines.append(f"trained model: {result.run_dir / 'export'}")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
 def _result_table(result: TrainingResult) -> Table:
-    table = Table(title=f"{result.run_dir} ({result.wall_s:.0f} s)")
+    table = Table(title=f"held-out reward ({result.wall_s:.0f} s in all)")
     for column in ("evaluation", "version", "reward", "standard error"):
         table.add_column(column, justify="left" if column == "evaluation" else "right")
     for done in result.evaluations:

@@ -21,7 +21,7 @@ from wingbeat.client.agents import Agent, AsyncAgentFunction, SyncAgentFunction
 from wingbeat.client.episode import EpisodeState, format_error
 from wingbeat.client.rewards import to_rewards
 from wingbeat.client.swarm import AsyncSwarm
-from wingbeat.core.errors import RequestError, WingbeatError
+from wingbeat.core.errors import RequestError, SetupError, WingbeatError
 from wingbeat.core.ports import Clock
 from wingbeat.core.protocol import Lease, LeaseReply
 from wingbeat.core.types import Split
@@ -95,6 +95,10 @@ class RunnerOptions:
     """Ends after so many; None runs until told to stop."""
 
 
+HOPELESS_FAILURES = 64
+"""Failures in a row without one finished episode after which the agent is taken to be broken."""
+
+
 class Runner:
     """Runs one agent on one event loop until the server says stop, or :meth:`stop` is called."""
 
@@ -127,6 +131,7 @@ class Runner:
         self._stopping = asyncio.Event()
         self._last_error = ""
         self._last_reason = ""
+        self._hopeless = ""
 
     @property
     def stats(self) -> RunnerStats:
@@ -154,7 +159,7 @@ class Runner:
         """Lease and run until told to stop.
 
         A server that is away is waited for.  Raises what makes further leases pointless, such as
-        AuthenticationError.
+        AuthenticationError, and SetupError for an agent that fails in every episode.
         """
         leasing = asyncio.create_task(self._lease_loop(), name="wingbeat-lease")
         stopping = asyncio.create_task(self._stopping.wait(), name="wingbeat-stop")
@@ -171,6 +176,11 @@ class Runner:
             await self._drain(grace_s)
         if not leasing.cancelled() and (error := leasing.exception()) is not None:
             raise error
+        if self._hopeless:
+            raise SetupError(
+                f"the agent failed in all of its first {self._stats.num_failed} episodes; the last: {self._hopeless}."
+                " The log has the traceback"
+            )
         return self._stats
 
     async def _drain(self, grace_s: float) -> None:
@@ -288,6 +298,9 @@ class Runner:
             logger.info("episode of task %s: %s", end.task_id, end.error)
             return
         self._stats = replace(self._stats, num_failed=self._stats.num_failed + 1)
+        if self._stats.num_finished == 0 and self._stats.num_failed >= HOPELESS_FAILURES and not self._hopeless:
+            self._hopeless = end.error
+            self.stop(now=True)
         if end.error == self._last_error:
             logger.warning("task %s: the agent failed again: %s", end.task_id, end.error)
         else:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
-from wingbeat.core.config import Config, dump_toml
+from wingbeat.core.config import Config, PolicyConfig, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
@@ -150,6 +150,7 @@ class Supervisor:
         models: dict[str, Path] = {}
         for name, policy in self.config.policies.items():
             models[name] = await self._prepare(policy.model)
+            check_context(name, policy, models[name])
         return models
 
     async def _prepare(self, source: str) -> Path:
@@ -259,6 +260,17 @@ def lock_run(run_dir: Path) -> BinaryIO:
 def usable_cores() -> int:
     """Those this process may run on: containers and batch systems give fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_context(name: str, policy: PolicyConfig, folder: Path) -> None:
+    """Refuse a context longer than the model's positions, which no engine could serve."""
+    model = json.loads((folder / "config.json").read_bytes())
+    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    if longest is not None and policy.context_tokens > longest:
+        raise ConfigError(
+            f"policies.{name}.context_tokens is {policy.context_tokens}, but the model has only {longest} positions;"
+            f" set --policies.{name}.context_tokens={longest} or less"
+        )
 
 
 def check_exposure(config: Config) -> None:

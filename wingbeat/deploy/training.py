@@ -24,6 +24,8 @@ from wingbeat.deploy.tasks import load_tasks, put_tasks
 
 OnEvent = Callable[[dict[str, Any]], None]
 
+BLOCKERS_EVERY_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
@@ -109,6 +111,7 @@ async def _follow(
     done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
     watchers = {
         asyncio.create_task(_events(swarm, plan.on_event, done), name="events"),
+        asyncio.create_task(_blockers(swarm, plan.on_event), name="blockers"),
         asyncio.create_task(stop.wait(), name="stop"),
         asyncio.create_task(supervisor.wait_failed(), name="failed"),
         asyncio.create_task(supervisor.wait_ended(), name="ended"),
@@ -156,13 +159,22 @@ async def _events(swarm: AsyncSwarm, on_event: OnEvent, done: asyncio.Future[dic
         await asyncio.sleep(0.2)
 
 
+async def _blockers(swarm: AsyncSwarm, on_event: OnEvent) -> None:
+    """Ask now and then what the run waits for: without it, a run that cannot move would look like a slow one."""
+    while True:
+        await asyncio.sleep(BLOCKERS_EVERY_S)
+        with contextlib.suppress(WingbeatError):
+            on_event({"event": "blockers", "blockers": (await swarm.status()).blockers})
+
+
 async def _agents_failed(clients: Sequence[Child]) -> SetupError:
     """Returns once an agent process cannot be kept running; never where there are none."""
     failed = asyncio.Event()
     for client in clients:
         client.watch(lambda child: failed.set() if child.state is ChildState.FAILED else None)
     await failed.wait()
-    return SetupError(next(c.error for c in clients if c.state is ChildState.FAILED))
+    broken = next(c for c in clients if c.state is ChildState.FAILED)
+    return SetupError(f"{broken.error} ({broken.spec.log})")
 
 
 # --- agents ------------------------------------------------------------------------------
@@ -182,23 +194,25 @@ def agent_path(config: Config, config_dir: Path) -> Path | None:
 @contextlib.asynccontextmanager
 async def agents(config: Config, agent: Path | None, *, url: str, run_dir: Path) -> AsyncIterator[list[Child]]:
     """The agent's client processes, each ``wingbeat rollout`` as anyone would run it."""
-    children: list[Child] = []
-    async with asyncio.TaskGroup() as group:
-        for index in range(config.agent.processes if agent is not None else 0):
-            command = [sys.executable, "-m", "wingbeat.cli", "rollout", str(agent), "--server", url]
-            environment = {"OMP_NUM_THREADS": "1"}
-            if config.server.admin_key is not None:
-                environment["WINGBEAT_KEY"] = config.server.admin_key
-            spec = ChildSpec(
-                f"agent-{index}",
-                [*command, "--concurrency", str(config.agent.concurrency), "--grace-s", "3"],
-                environment,
-                run_dir / "logs" / f"agent-{index}.log",
-            )
-            child = Child(spec, on_change=lambda child: None)
-            children.append(child)
-            group.create_task(child.run(), name=spec.name)
-        try:
-            yield children
-        finally:
-            await asyncio.gather(*(child.stop() for child in children))
+    num_processes = config.agent.processes if agent is not None else 0
+    children = [_agent_process(config, str(agent), index, url=url, run_dir=run_dir) for index in range(num_processes)]
+    lives = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
+    try:
+        yield children
+    finally:
+        await asyncio.gather(*(child.stop() for child in children))
+        await asyncio.gather(*lives)
+
+
+def _agent_process(config: Config, agent: str, index: int, *, url: str, run_dir: Path) -> Child:
+    command = [sys.executable, "-m", "wingbeat.cli", "rollout", agent, "--server", url]
+    environment = {"OMP_NUM_THREADS": "1"}
+    if config.server.admin_key is not None:
+        environment["WINGBEAT_KEY"] = config.server.admin_key
+    spec = ChildSpec(
+        f"agent-{index}",
+        [*command, "--concurrency", str(config.agent.concurrency), "--grace-s", "3"],
+        environment,
+        run_dir / "logs" / f"agent-{index}.log",
+    )
+    return Child(spec, on_change=lambda child: None)

@@ -85,6 +85,8 @@ class Rollouts:
         self._leases: dict[str, PendingLease] = {}
         self._client_groups = ClientGroups()
         self._group_numbers = itertools.count()
+        self.num_waiting = 0
+        """Clients that ask for leases now."""
         self._prefix = new_episode_prefix()
 
     # --- leases -------------------------------------------------------------------------------
@@ -92,6 +94,13 @@ class Rollouts:
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Up to ``max_leases`` slots; waits for the first at most ``wait_s``."""
         deadline = self._parts.clock() + min(request.wait_s, self._parts.config.server.begin_wait_s)
+        self.num_waiting += 1
+        try:
+            return await self._wait_for_leases(request, deadline)
+        finally:
+            self.num_waiting -= 1
+
+    async def _wait_for_leases(self, request: LeaseRequest, deadline: float) -> LeaseReply:
         while True:
             if self._parts.is_stopping():
                 raise UnavailableError("the server is stopping; ask again when it is back")

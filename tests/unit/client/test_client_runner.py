@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from wingbeat.client import AsyncSwarm, Episode, EpisodeEnd, Runner, RunnerOptions, RunnerStats, SyncEpisode
-from wingbeat.core.errors import AuthenticationError, RequestError
+from wingbeat.client.runner import HOPELESS_FAILURES
+from wingbeat.core.errors import AuthenticationError, RequestError, SetupError
 from wingbeat.core.types import Split
 
 
@@ -228,3 +229,29 @@ async def test_concurrency_must_be_positive(server: Any) -> None:
     async with AsyncSwarm(server.url) as swarm:
         with pytest.raises(RequestError, match="at least 1"):
             Runner(swarm, rewarding, 0)
+
+
+async def test_an_agent_that_always_fails_ends_the_run_with_its_error(server: Any) -> None:
+    server.add_leases(200)
+
+    async def agent(episode: Episode) -> float:
+        raise ValueError("boom")
+
+    async with AsyncSwarm(server.url) as swarm:
+        runner = Runner(swarm, agent, 8)
+        with pytest.raises(SetupError, match=r"all of its first \d+ episodes; the last: ValueError: boom"):
+            await runner.run()
+    assert HOPELESS_FAILURES <= runner.stats.num_failed < 100
+
+
+async def test_an_agent_that_succeeded_once_may_fail_for_long(server: Any) -> None:
+    server.add_leases(150)
+
+    async def agent(episode: Episode) -> float:
+        if episode.id != "ep-0":
+            raise ValueError("boom")
+        return 1.0
+
+    async with AsyncSwarm(server.url) as swarm:
+        stats = await Runner(swarm, agent, 1).run()
+    assert (stats.num_finished, stats.num_failed) == (1, 149)
