@@ -84,7 +84,7 @@ async def test_status_names_what_stands_in_the_way(admin: Api) -> None:
     assert "no tasks: PUT /api/tasks/{source}" in await blockers(admin)
     task = {"source": "s", "id": "1", "payload": {}}
     assert (await admin.call("PUT", "/api/tasks/s", {"tasks": [task]})).status == 200
-    assert await blockers(admin) == ""
+    assert await blockers(admin) == "no agent is running: wingbeat rollout agent.py --server URL"
     pair = await begin_pair(admin)
     assert "admission of 'solver' is full: staleness bound 0" in await blockers(admin)
     refused = await admin.call("POST", "/api/episodes", admin.begin_body())

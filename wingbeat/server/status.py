@@ -29,10 +29,10 @@ def blockers(control: Control) -> list[str]:
         found += _policy_blockers(control, host)
     if control.complete:
         return found
-    if not found and not control.registry.open_episodes() and not control.rollouts.num_waiting:
-        found.append("no agent is running: wingbeat rollout agent.py --server URL")
     if control.dealer.num_tasks(Split.TRAIN) == 0 and control.dealer.num_tasks(Split.EVAL) == 0:
         found.append("no tasks: PUT /api/tasks/{source}, or begin episodes with a task of your own")
+    if not found and not control.registry.open_episodes() and not control.rollouts.num_waiting:
+        found.append("no agent is running: wingbeat rollout agent.py --server URL")
     return found + _group_blockers(control)
 
 
