@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_va
 
 from wingbeat.core.types import Outcome, Split
 
-API_VERSION = 1
 MAX_GROUP_SIZE = 1024
 MAX_PAYLOAD_DEPTH = 64
 

@@ -43,7 +43,6 @@ class EngineLink:
     pinned: set[tuple[str, int]] = field(default_factory=set)
     flights: dict[str, Flight] = field(default_factory=dict)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
-    busy_s: float = 0.0
     failure: str = ""
     """The last command it could not carry out, for the status."""
 

@@ -57,9 +57,8 @@ class EngineSession:
                 for host in self._parts.policies.values():
                     host.release_unused()
                 self._parts.changed.notify()
-            case Heartbeat(stats=stats, busy_s=busy_s):
+            case Heartbeat(stats=stats):
                 self._link.stats = stats
-                self._link.busy_s += busy_s
             case Failed(policy=policy, command=command, error=error):
                 self._parts.events.emit("engine_failed", policy=policy, command=command, error=error)
                 self._link.failure = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"

@@ -72,11 +72,6 @@ class ChatTemplate:
         """
         return cls(read_model_folder(folder, template=template), now=now)
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     def render(
         self,
         messages: Sequence[Message],
