@@ -39,6 +39,8 @@ class TokenEvent:
     policy_version: int
     finish_reason: FinishReason | None = None
     error: str = ""
+    supports: tuple[bytes, ...] = ()
+    """One :mod:`wingbeat.core.support` blob per token, or () where every token was drawn from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class TrainingSample(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     turn_ids: tuple[str, ...] = ()
     """The turns whose sampled tokens train here, in order."""
+    support_table: tuple[bytes, ...] = ()
+    """Distinct :mod:`wingbeat.core.support` blobs."""
+    support_index: bytes = b""
+    """int32 [T], each trained token's place in the table, -1 for the whole vocabulary; b"" means -1 everywhere."""
 
     @classmethod
     def build(
@@ -51,9 +55,13 @@ class TrainingSample(msgspec.Struct, frozen=True):
         versions: NDArray[np.int32],
         temperature: float = 1.0,
         turn_ids: tuple[str, ...] = (),
+        support_table: tuple[bytes, ...] = (),
+        support_index: NDArray[np.int32] | None = None,
     ) -> TrainingSample:
         """Pack arrays of equal length [T]; raises ValueError where lengths differ."""
         lengths = {len(token_ids), len(sampled), len(sampling_logprobs), len(versions)}
+        if support_index is not None:
+            lengths.add(len(support_index))
         if len(lengths) != 1:
             raise ValueError(f"sample {sample_id}: per-token arrays must have one length, got {sorted(lengths)}")
         return cls(
@@ -64,6 +72,8 @@ class TrainingSample(msgspec.Struct, frozen=True):
             versions=np.asarray(versions, INT_DTYPE).tobytes(),
             temperature=temperature,
             turn_ids=turn_ids,
+            support_table=support_table,
+            support_index=b"" if support_index is None else np.asarray(support_index, INT_DTYPE).tobytes(),
         )
 
     @property
@@ -81,6 +91,12 @@ class TrainingSample(msgspec.Struct, frozen=True):
     @property
     def versions_T(self) -> NDArray[np.int32]:
         return np.frombuffer(self.versions, INT_DTYPE)
+
+    @property
+    def support_index_T(self) -> NDArray[np.int32]:
+        if not self.support_index:
+            return np.full(self.num_tokens, -1, np.int32)
+        return np.frombuffer(self.support_index, INT_DTYPE)
 
     @property
     def num_tokens(self) -> int:

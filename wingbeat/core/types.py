@@ -76,8 +76,8 @@ class Group:
 class SamplingParams:
     """How an engine draws tokens.
 
-    Logprobs are always those of the distribution sampled from, that is after temperature, top-k and
-    top-p.  ``temperature`` 0 means greedy (allowed in evaluation only; its logprobs are those of the
+    Logprobs are always those of the distribution sampled from, that is after temperature, grammar,
+    top-k and top-p.  ``temperature`` 0 means greedy (allowed in evaluation only; its logprobs are those of the
     untempered distribution).
     """
 
@@ -88,3 +88,8 @@ class SamplingParams:
     """0 switches top-k off."""
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
+    """What the reply must match, as llguidance's Lark dialect; "" leaves it free."""
+    resumed_tokens: int = 0
+    """How many of the prompt's last tokens this reply already sampled, on an engine that is gone: the
+    grammar has consumed them, and they count for nothing else."""

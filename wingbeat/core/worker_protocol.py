@@ -33,7 +33,7 @@ import msgspec
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["engine", "trainer"]
 
@@ -108,6 +108,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     version: int
     finish: FinishReason | None = None
     error: str = ""
+    supports: tuple[bytes, ...] = ()
+    """One :mod:`wingbeat.core.support` blob per token, or () where every token was drawn from the whole vocabulary."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -202,6 +204,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """A pinned version, or None for the live one."""
     stream: bool = False
     """Send tokens as they come; otherwise one chunk per version span, with the last."""
+    grammar: str = ""
+    resumed_tokens: int = 0
+    """Both as in ``SamplingParams``."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -95,6 +95,19 @@ class TrainerConfig(Section):
     )
     logprob_chunk_tokens: int = Field(default=1024, ge=1, description="Positions whose logits exist at once.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
+    prefix_tree: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Samples that begin alike share one forward over what they share; changes speed, never gradients."
+        " `auto` does so where a micro-batch saves at least `prefix_tree_min_sharing`.",
+    )
+    prefix_tree_min_sharing: float = Field(
+        default=1.2, ge=1, description="Tokens of the rows / tokens of their tree from which `auto` uses the tree."
+    )
+    prefix_tree_backend: Literal["auto", "mask", "nodes", "flex", "depth_first"] = Field(
+        default="auto",
+        description="How a tree attends: one masked call, one call per branch, FlexAttention (CUDA), or one path at a"
+        " time for trees larger than memory.",
+    )
     checkpoint_every: int = Field(default=50, ge=1, description="Steps between exact-resume checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoints are deleted.")
     threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
@@ -115,6 +128,14 @@ class PolicyConfig(Section):
         default=None, description="Path of a Jinja template, for models whose folder has none."
     )
     sampling: SamplingConfig = SamplingConfig()
+    reasoning: Literal["keep", "fork"] = Field(
+        default="keep",
+        description="When a client resends a reply without its reasoning: keep the sampled tokens, or render anew.",
+    )
+    train_superseded: bool = Field(
+        default=False,
+        description="Also train replies that never arrived, were sampled again, or whose sibling was continued.",
+    )
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = Field(default=None, description="Set to train adapters; unset trains all weights.")
 
