@@ -23,7 +23,8 @@ from wingbeat.deploy.training import TrainingPlan, TrainingResult, run_plan
 from wingbeat.environments.calculator import DEMO_PRESET, best_constant, make_split
 
 CONTEXT_TOKENS = 128
-CONTROLS = ("none", "lr0", "shuffled-advantages")
+CONTROLS = ("none", "lr0", "shuffled-advantages", "true-advantages")
+"""``shuffled-advantages`` and ``true-advantages`` are a pair: the same run but for whose advantage an episode gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
     preset = DEMO_PRESET
     trainer: dict[str, Any] = {
         "algorithm": preset.algorithm,
-        "learning_rate": 0.0 if control == "lr0" else preset.learning_rate,
+        "learning_rate": _learning_rate(control),
         "schedule": preset.schedule,
         "warmup_steps": preset.warmup_steps,
         "min_lr_ratio": preset.min_lr_ratio,
@@ -90,6 +91,16 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
             "agent": {"path": str(agent_file()), "processes": 2, "concurrency": 48},
         }
     )
+
+
+def _learning_rate(control: str) -> float:
+    match control:
+        case "lr0":
+            return 0.0
+        case "shuffled-advantages" | "true-advantages":
+            return DEMO_PRESET.control_learning_rate
+        case _:
+            return DEMO_PRESET.learning_rate
 
 
 def agent_file() -> Path:
@@ -132,7 +143,9 @@ def _introduction(config: Config, control: str) -> str:
         f"Group-relative policy gradients: {config.dataflow.groups_per_step} tasks x"
         f" {config.dataflow.group_size} episodes per step, {config.run.steps} steps.",
     ]
-    if control != "none":
+    if control == "true-advantages":
+        lines.append("The counterpart of shuffled-advantages: its low learning rate, but true advantages.")
+    elif control != "none":
         lines.append(f"Negative control {control}: nothing should be learnt.")
     return "\n".join(lines)
 
