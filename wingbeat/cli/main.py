@@ -69,7 +69,10 @@ app.command()(doctor)
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seeds everything.")] = 0,
     control: Annotated[
-        str, typer.Option(help="none; lr0, shuffled-advantages (nothing should be learnt); true-advantages (its counterpart).")
+        str,
+        typer.Option(
+            help="none; lr0, shuffled-advantages: nothing should be learnt; true-advantages: its counterpart."
+        ),
     ] = "none",
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     directory: Annotated[Path, typer.Option("--dir", help="Where to make the run directory.")] = Path("runs"),

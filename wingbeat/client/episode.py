@@ -107,6 +107,11 @@ class Episode:
         return self._reply.base_url
 
     @property
+    def anthropic_base_url(self) -> str:
+        """The same place as the ``anthropic`` SDK wants it: without the ``/v1`` that it appends itself."""
+        return self._reply.base_url.removesuffix("/v1")
+
+    @property
     def api_key(self) -> str:
         """Valid for this episode only."""
         return self._reply.api_key

@@ -96,6 +96,10 @@ class SyncEpisode:
         return self._episode.base_url
 
     @property
+    def anthropic_base_url(self) -> str:
+        return self._episode.anthropic_base_url
+
+    @property
     def api_key(self) -> str:
         return self._episode.api_key
 

@@ -19,6 +19,11 @@ class ChatPrompt:
 
     messages: tuple[Message, ...]
     previous_turn_id: str = ""
+    instructions: str = ""
+    """A system message in front of the whole conversation that holds for this call only: with
+    ``previous_turn_id`` it stands in place of that turn's own instructions, and "" takes those away."""
+    keeps_tools: bool = False
+    """With ``previous_turn_id``: the call names no tools, those of that turn hold."""
 
 
 @dataclass(frozen=True, slots=True)
