@@ -39,15 +39,26 @@ def encode_support(allowed_V: NDArray[np.bool_]) -> bytes:
     return bitset if len(bitset) <= listed else bytes((_IDS,)) + ids.astype(_ID_DTYPE).tobytes()
 
 
+def listed_support(blob: bytes, *, vocabulary: int) -> NDArray[np.int32] | None:
+    """The allowed tokens, ascending, of a blob that lists them; None for one of another form.
+
+    Raises ValueError where the blob is of a larger vocabulary.
+    """
+    if not blob or blob[0] != _IDS:
+        return None
+    ids = np.frombuffer(blob[1:], _ID_DTYPE)
+    if ids.size and not 0 <= int(ids[0]) <= int(ids[-1]) < vocabulary:
+        raise ValueError(f"a support names token {int(ids[-1])}, but the vocabulary has {vocabulary}")
+    return ids
+
+
 def decode_support(blob: bytes, *, vocabulary: int) -> NDArray[np.bool_]:
     """[V] which tokens were allowed.  Raises ValueError where the blob is damaged or of a larger vocabulary."""
     if not blob:
         return np.ones(vocabulary, np.bool_)
     allowed_V = np.zeros(vocabulary, np.bool_)
-    if blob[0] == _IDS:
-        ids = np.frombuffer(blob[1:], _ID_DTYPE)
-        if ids.size and not 0 <= int(ids[0]) <= int(ids[-1]) < vocabulary:
-            raise ValueError(f"a support names token {int(ids[-1])}, but the vocabulary has {vocabulary}")
+    ids = listed_support(blob, vocabulary=vocabulary)
+    if ids is not None:
         allowed_V[ids] = True
         return allowed_V
     if blob[0] != _BITSET:

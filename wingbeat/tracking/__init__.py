@@ -3,13 +3,14 @@
 The server owns token ids; text only selects a lineage. Loads neither torch nor transformers.
 """
 
-from wingbeat.tracking.graph import EpisodeGraph, digest_tools
+from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.messages import Message, ToolCall, parse_message, parse_messages
 from wingbeat.tracking.parsing import Reply, parse_reply
-from wingbeat.tracking.serialize import dump_graph, load_graph
+from wingbeat.tracking.serialize import dump_graph, dump_turn, load_graph, load_turns
 from wingbeat.tracking.template import ChatTemplate, ToolFormat
 from wingbeat.tracking.timelines import build_samples, count_untrainable, timelines
-from wingbeat.tracking.turns import PromptPlan, Turn
+from wingbeat.tracking.tools import digest_tools
+from wingbeat.tracking.turns import PromptPlan, Turn, TurnKind
 
 __all__ = [
     "ChatTemplate",
@@ -20,11 +21,14 @@ __all__ = [
     "ToolCall",
     "ToolFormat",
     "Turn",
+    "TurnKind",
     "build_samples",
     "count_untrainable",
     "digest_tools",
     "dump_graph",
+    "dump_turn",
     "load_graph",
+    "load_turns",
     "parse_message",
     "parse_messages",
     "parse_reply",

@@ -8,8 +8,10 @@ kept: tokens are the truth, messages only select a lineage.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import msgspec
@@ -27,6 +29,7 @@ ROLES: Mapping[str, Role] = {
 }
 """OpenAI's roles; ``developer`` is the newer word for ``system``, which is what chat templates know."""
 
+TALKING_ROLES = ROLES.keys() - {"tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 REFUSED_KEYS = ("function_call", "prefix")
 """Keys that would change the prompt if obeyed. Other unknown keys are echoes and decorations of clients."""
@@ -47,14 +50,15 @@ class ToolCall:
     def of(cls, call_id: str, *, name: str, arguments: str) -> ToolCall:
         """A call from its wire form; an empty text means no arguments (``{}``)."""
         text = arguments if arguments.strip() else "{}"
-        return cls(call_id, name, text, _canonical_json(text))
+        key = _remembered_json(text) if len(text) <= MAX_REMEMBERED else _canonical_json(text)
+        return cls(call_id, name, text, key)
 
     @property
     def arguments(self) -> Any:
         """The parsed arguments, or the raw text where it is no JSON."""
         try:
             return msgspec.json.decode(self.arguments_text)
-        except (msgspec.MsgspecError, RecursionError):
+        except (msgspec.MsgspecError, RecursionError, ValueError):
             return self.arguments_text
 
 
@@ -99,7 +103,7 @@ def parse_messages(value: object, *, param: str = "messages") -> tuple[Message, 
     items = cast(list[object], value)
     if not items:
         raise RequestError(f"{param} is empty: send at least one message", param=param)
-    return tuple(parse_message(item, param=f"{param}[{index}]") for index, item in enumerate(items))
+    return tuple([_plain_message(item) or parse_message(item, param=f"{param}[{i}]") for i, item in enumerate(items)])
 
 
 def parse_message(value: object, *, param: str = "message") -> Message:
@@ -131,10 +135,26 @@ def parse_message(value: object, *, param: str = "message") -> Message:
     )
 
 
+def _plain_message(value: object) -> Message | None:
+    """The short way for what most messages are: a role, a text, and perhaps the call that it answers."""
+    if type(value) is not dict:
+        return None
+    data = cast("dict[str, object]", value)
+    role, content = data.get("role"), data.get("content")
+    if not isinstance(role, str) or not isinstance(content, str) or not content.isascii():
+        return None
+    if role in TALKING_ROLES:
+        return Message(ROLES[role], content) if len(data) == 2 else None
+    answers = data.get("tool_call_id")
+    if role == "tool" and len(data) == 3 and isinstance(answers, str) and answers.isascii() and answers:
+        return Message("tool", content, tool_call_id=answers)
+    return None
+
+
 def _role(value: object, *, param: str) -> Role:
     role = ROLES.get(value) if isinstance(value, str) else None
     if role is None:
-        raise RequestError(f"{param} must be one of {', '.join(ROLES)}, got {value!r}", param=param)
+        raise RequestError(f"{param} must be one of {', '.join(ROLES)}, got {_shown(value)}", param=param)
     return role
 
 
@@ -147,7 +167,7 @@ def _content(value: object, *, param: str) -> str:
         part = _mapping(item, param=place)
         if part.get("type") != "text":
             raise UnsupportedField(
-                f"{place} has type {part.get('type')!r}: only parts of type 'text' are supported", param=place
+                f"{place} has type {_shown(part.get('type'))}: only parts of type 'text' are supported", param=place
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{place}.text must be text, got {_kind(part.get('text'))}", param=f"{place}.text")
@@ -170,23 +190,41 @@ def _tool_calls(value: object, *, role: Role, param: str) -> tuple[ToolCall, ...
     if not isinstance(value, list):
         raise RequestError(f"{param} must be a list, got {_kind(value)}", param=param)
     items = cast(list[object], value)
-    calls = tuple(_tool_call(item, param=f"{param}[{index}]") for index, item in enumerate(items))
+    calls = tuple([_plain_call(item) or _tool_call(item, param=f"{param}[{i}]") for i, item in enumerate(items)])
+    if len(calls) == 1:
+        return calls
     seen: set[str] = set()
     for index, call in enumerate(calls):
         if call.id in seen:
             raise RequestError(
-                f"{param}[{index}].id {call.id!r} occurs twice in one message: ids must be unique",
+                f"{param}[{index}].id {_shown(call.id)} occurs twice in one message: ids must be unique",
                 param=f"{param}[{index}].id",
             )
         seen.add(call.id)
     return calls
 
 
+def _plain_call(value: object) -> ToolCall | None:
+    """The short way for calls as most clients send them."""
+    if type(value) is not dict:
+        return None
+    data = cast("dict[str, object]", value)
+    function = data.get("function")
+    if type(function) is not dict or data.get("type") != "function":
+        return None
+    fields = cast("dict[str, object]", function)
+    call_id, name, arguments = data.get("id"), fields.get("name"), fields.get("arguments")
+    if isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str) and call_id and name:
+        plain = call_id.isascii() and name.isascii() and arguments.isascii()
+        return ToolCall.of(call_id, name=name, arguments=arguments) if plain else None
+    return None
+
+
 def _tool_call(value: object, *, param: str) -> ToolCall:
     data = _mapping(value, param=param)
     if data.get("type", "function") not in ("function", None):
         raise UnsupportedField(
-            f"{param}.type {data['type']!r} is not supported: only 'function' is", param=f"{param}.type"
+            f"{param}.type {_shown(data['type'])} is not supported: only 'function' is", param=f"{param}.type"
         )
     function = _mapping(data.get("function"), param=f"{param}.function")
     call_id = _text(data.get("id"), param=f"{param}.id")
@@ -229,28 +267,48 @@ def _dump_json(value: object, *, param: str) -> str:
         raise RequestError(f"{param} cannot be written as JSON: {error}", param=param) from error
 
 
+MAX_REMEMBERED = 1024
+"""Arguments up to this many characters are worth remembering."""
+LONG_NUMBER = re.compile(r"[0-9]{16}")
+EXACT_BELOW = 2**53
+"""From here on not every integer has a floating point number of its own."""
+
+
+@lru_cache(maxsize=4096)
+def _remembered_json(text: str) -> str:
+    """As :func:`_canonical_json`: histories come again and again."""
+    return _canonical_json(text)
+
+
 def _canonical_json(text: str) -> str:
-    """One spelling per JSON value: sorted keys, no spaces, whole floats as integers; else the text itself."""
+    """One spelling per JSON value: sorted keys, no spaces, one form of each number; else the text itself."""
     try:
         value = msgspec.json.decode(text)
-        if "." in text or "e" in text or "E" in text:
-            value = _integers(value)
+        if "." in text or "e" in text or "E" in text or LONG_NUMBER.search(text):
+            value = _numbers(value)
         return msgspec.json.encode(value, order="sorted").decode()
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return text
 
 
-def _integers(value: Any) -> Any:
-    """Whole floats as integers, because JavaScript clients write 1.0 as 1 (exact below 2**53)."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+def _numbers(value: Any) -> Any:
+    """Numbers as clients in JavaScript spell them: 1.0 as 1, and integers that do not fit a float as the nearest."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW:
         return int(value)
+    if isinstance(value, int) and abs(value) >= EXACT_BELOW:
+        return float(value)
     if isinstance(value, list):
-        return [_integers(item) for item in cast(Sequence[Any], value)]
+        return [_numbers(item) for item in cast(Sequence[Any], value)]
     if isinstance(value, dict):
-        return {key: _integers(item) for key, item in cast(Mapping[str, Any], value).items()}
+        return {key: _numbers(item) for key, item in cast(Mapping[str, Any], value).items()}
     return value
 
 
 def _kind(value: object) -> str:
     names: dict[type, str] = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def _shown(value: object) -> str:
+    """A client's value in an error message, which must stay short whatever was sent."""
+    return repr(value if len(value) <= 60 else value[:59] + "…") if isinstance(value, str) else _kind(value)

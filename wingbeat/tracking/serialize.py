@@ -1,11 +1,15 @@
 """Token graphs as bytes: what the ledger stores and ``inspect`` reads.
 
 msgpack with a format tag. Arrays are little-endian bytes. Each distinct message is stored once and
-turns refer to it by number; a continued turn lists only the messages beyond its parent's.
+turns refer to it by number; a continued turn lists only the messages beyond its parent's. Turns can also be
+written one by one, as they come (:func:`dump_turn`), and read back as a graph (:func:`load_turns`).
+
+Format 1 had neither supports nor marks nor turns without messages; it is still read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -16,9 +20,9 @@ from wingbeat.core.samples import FLOAT_DTYPE, INT_DTYPE
 from wingbeat.core.types import FinishReason, Provenance
 from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.messages import Message, Role, ToolCall
-from wingbeat.tracking.turns import Turn
+from wingbeat.tracking.turns import Turn, TurnKind
 
-FORMAT = "wingbeat-graph/1"
+FORMAT = "wingbeat-graph/2"
 
 Scalar = TypeVar("Scalar", np.int32, np.float32)
 
@@ -59,24 +63,49 @@ class _Turn(msgspec.Struct, frozen=True):
     fork_reason: str
     chosen_by: str
     prompt_length: int
+    kind: TurnKind = TurnKind.CHAT
+    prompt_text: str = ""
+    sampled_text: str = ""
+    support_table: tuple[bytes, ...] = ()
+    support_index: bytes = b""
+    """int32 [T], or nothing."""
 
 
 class _Graph(msgspec.Struct, frozen=True):
-    format: Literal["wingbeat-graph/1"]
+    format: Literal["wingbeat-graph/1", "wingbeat-graph/2"]
     episode_id: str
     messages: tuple[_Message, ...]
     turns: tuple[_Turn, ...]
+    undelivered: tuple[str, ...] = ()
+    resampled: tuple[str, ...] = ()
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    """One turn by itself."""
+
+    format: Literal["wingbeat-graph/2"]
+    messages: tuple[_Message, ...]
+    turn: _Turn
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Graph)
+_piece_decoder = msgspec.msgpack.Decoder(_Piece)
 
 
 def dump_graph(graph: EpisodeGraph) -> bytes:
     """The whole graph; the same graph gives the same bytes."""
     table: dict[_Message, int] = {}
     turns = tuple(_pack_turn(turn, graph=graph, table=table) for turn in graph.turns)
-    return _encoder.encode(_Graph(format=FORMAT, episode_id=graph.episode_id, messages=tuple(table), turns=turns))
+    packed = _Graph(
+        format=FORMAT,
+        episode_id=graph.episode_id,
+        messages=tuple(table),
+        turns=turns,
+        undelivered=tuple(sorted(graph.undelivered)),
+        resampled=tuple(sorted(graph.resampled)),
+    )
+    return _encoder.encode(packed)
 
 
 def load_graph(data: bytes) -> EpisodeGraph:
@@ -92,11 +121,44 @@ def load_graph(data: bytes) -> EpisodeGraph:
     messages = [_unpack_message(message) for message in packed.messages]
     for turn in packed.turns:
         graph.add(_unpack_turn(turn, graph=graph, messages=messages))
+    try:
+        for turn_id in packed.undelivered:
+            graph.mark_undelivered(turn_id)
+        for turn_id in packed.resampled:
+            graph.mark_resampled(turn_id)
+    except KeyError as error:
+        raise ValueError(f"a mark refers to turn {error}, which is not there: the data is damaged") from error
+    return graph
+
+
+def dump_turn(graph: EpisodeGraph, turn: Turn) -> bytes:
+    """One turn of ``graph`` by itself; its ancestors are needed to read it."""
+    table: dict[_Message, int] = {}
+    packed = _pack_turn(turn, graph=graph, table=table)
+    return _encoder.encode(_Piece(format=FORMAT, messages=tuple(table), turn=packed))
+
+
+def load_turns(episode_id: str, pieces: Iterable[bytes]) -> EpisodeGraph:
+    """The graph of turns that were written one by one, in the order in which they were committed.
+
+    Raises ValueError where they are no turns of this format or contradict each other.
+    """
+    graph = EpisodeGraph(episode_id)
+    for data in pieces:
+        try:
+            piece = _piece_decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"expected a turn of format {FORMAT!r}, got something else: {error}") from error
+        messages = [_unpack_message(message) for message in piece.messages]
+        graph.add(_unpack_turn(piece.turn, graph=graph, messages=messages))
     return graph
 
 
 def _pack_turn(turn: Turn, *, graph: EpisodeGraph, table: dict[_Message, int]) -> _Turn:
-    shared = 0 if turn.parent_id is None else len(graph.turn(turn.parent_id).messages)
+    shared = 0
+    if turn.kind is TurnKind.CHAT and turn.parent_id is not None:
+        shared = graph.turn(turn.parent_id).conversation.depth
+    news = turn.conversation.messages_from(shared)
     return _Turn(
         turn_id=turn.turn_id,
         policy=turn.policy,
@@ -109,17 +171,22 @@ def _pack_turn(turn: Turn, *, graph: EpisodeGraph, table: dict[_Message, int]) -
         versions=turn.versions,
         temperature=turn.temperature,
         finish_reason=turn.finish_reason,
-        messages=tuple(table.setdefault(_pack_message(message), len(table)) for message in turn.messages[shared:]),
+        messages=tuple(table.setdefault(_pack_message(message), len(table)) for message in news),
         tools_digest=turn.tools_digest,
         fork_reason=turn.fork_reason,
         chosen_by=turn.chosen_by,
         prompt_length=turn.prompt_length,
+        kind=turn.kind,
+        prompt_text=turn.prompt_text,
+        sampled_text=turn.sampled_text,
+        support_table=turn.support_table,
+        support_index=turn.support_index.astype(INT_DTYPE).tobytes(),
     )
 
 
 def _unpack_turn(turn: _Turn, *, graph: EpisodeGraph, messages: list[Message]) -> Turn:
     try:
-        shared = () if turn.parent_id is None else graph.turn(turn.parent_id).messages
+        parent = graph.turn(turn.parent_id) if turn.parent_id is not None and turn.kind is TurnKind.CHAT else None
         own = tuple(messages[number] for number in turn.messages)
     except LookupError as error:
         raise ValueError(f"turn {turn.turn_id} refers to a parent or message that is not there: {error}") from error
@@ -128,6 +195,7 @@ def _unpack_turn(turn: _Turn, *, graph: EpisodeGraph, messages: list[Message]) -
         policy=turn.policy,
         agent=turn.agent,
         parent_id=turn.parent_id,
+        kind=turn.kind,
         segment=_unpack_array(turn.segment, dtype=INT_DTYPE, turn_id=turn.turn_id),
         segment_runs=turn.segment_runs,
         sampled=_unpack_array(turn.sampled, dtype=INT_DTYPE, turn_id=turn.turn_id),
@@ -135,11 +203,15 @@ def _unpack_turn(turn: _Turn, *, graph: EpisodeGraph, messages: list[Message]) -
         versions=turn.versions,
         temperature=turn.temperature,
         finish_reason=turn.finish_reason,
-        messages=(*shared, *own),
+        conversation=graph.converse(parent, news=own),
         tools_digest=turn.tools_digest,
         fork_reason=turn.fork_reason,
         chosen_by=turn.chosen_by,
         prompt_length=turn.prompt_length,
+        prompt_text=turn.prompt_text,
+        sampled_text=turn.sampled_text,
+        support_table=turn.support_table,
+        support_index=_unpack_array(turn.support_index, dtype=INT_DTYPE, turn_id=turn.turn_id),
     )
 
 

@@ -8,59 +8,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from wingbeat.core.errors import RequestError, SetupError
+from wingbeat.tracking.formats import (
+    HARMONY_CALL,
+    HARMONY_END,
+    HARMONY_RETURN,
+    MARKERS,
+    OWN_MARKERS,
+    THINK,
+    ToolFormat,
+    find_tool_format,
+)
 from wingbeat.tracking.jinja_environment import compile_template
 from wingbeat.tracking.messages import Message, Role
 from wingbeat.tracking.model_folder import TOOL_TEMPLATE, TURN_ENDERS, ModelFolder, read_model_folder
+from wingbeat.tracking.probes import PROBE, TemplateForm, check_messages, find_traits
 
-PROBE = "wingbeatprobe"
-"""A word that no template treats specially."""
-
-
-class ToolFormat(StrEnum):
-    """How models of a family write tool calls."""
-
-    HERMES = "hermes"
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen and most others)."""
-    LLAMA3 = "llama3"
-    """The whole reply is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``."""
+__all__ = ["ChatTemplate", "ToolFormat"]
 
 
 class ChatTemplate:
     """The renderer of one policy. Immutable after construction; safe to share.
 
+    ``num_tokens``: the tokenizer's highest id + 1, added tokens included.
     ``eos_token_ids``: ids after which generation ends, ascending.
     ``eos_texts``: their texts.
     ``eot_text``: what the template writes after an assistant's words ("" where it marks no end).
     ``turn_end_ids``: sampled tokens that stand for ``eot_text``; other stops end the text, not the turn.
     ``turn_end_texts``: their texts.
     ``tool_format``: the family's way of calling tools.
+    ``markers``: special tokens that structure a reply, kept in its text.
+    ``traits``: what the template can show, and in which form.
+    ``shows_tools``: tools of a request reach the prompt.
     ``opens_reasoning``: the generation prompt itself ends with ``<think>``.
     """
 
     def __init__(self, facts: ModelFolder, *, now: Callable[[], datetime] = datetime.now) -> None:
         self._tokenizer = facts.tokenizer
+        self.num_tokens = max(facts.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._templates = {name: compile_template(source, now=now) for name, source in facts.templates.items()}
         self._special_tokens = dict(facts.special_tokens)
         self._special_ids = dict(facts.special_ids)
         self._bos_id = self._tokenizer.token_to_id(facts.special_tokens["bos_token"]) if facts.add_bos else None
-        self.eot_text = self._find_end_of_turn(facts.stop_ids)
-        self.turn_end_ids = self._find_turn_end_ids(facts.stop_ids)
+        self.tool_format = find_tool_format(
+            facts.templates.values(), has_token=lambda text: self._tokenizer.token_to_id(text) is not None
+        )
+        self.markers = MARKERS | OWN_MARKERS[self.tool_format]
+        self.traits = find_traits(self._render)
+        self._form = self.traits.form
+        self.shows_tools = self.traits.shows_tools
+        stops = self._find_stops(facts.stop_ids)
+        self.eot_text = self._find_end_of_turn(stops)
+        self.turn_end_ids = self._find_turn_end_ids(stops)
         self.turn_end_texts = self._texts(self.turn_end_ids)
-        self.eos_token_ids = tuple(sorted(facts.stop_ids | self.turn_end_ids))
+        self._stops = self._find_stops(stops | self.turn_end_ids)
+        self.eos_token_ids = tuple(sorted(self._stops))
         self.eos_texts = self._texts(self.eos_token_ids)
         if not self.eos_token_ids:
             raise SetupError(
                 "no end-of-turn token found, so generation would never stop: set eos_token in tokenizer_config.json"
             )
-        self.tool_format = _tool_format(facts)
-        self.opens_reasoning = self._probe("user", add_generation_prompt=True).rstrip().endswith("<think>")
+        self.opens_reasoning = self._probe("user", add_generation_prompt=True).rstrip().endswith(THINK[0])
 
     @classmethod
     def load(
@@ -80,23 +93,44 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """The conversation as prompt text. Raises RequestError where the template refuses it."""
+        return self._render(messages, self._form, tools, add_generation_prompt=add_generation_prompt)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        form: TemplateForm,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         compiled = self._templates.get(TOOL_TEMPLATE) if tools else None
         try:
             return (compiled or self._templates["default"]).render(
                 self._special_tokens,
-                messages=[message.to_template_dict() for message in messages],
+                messages=form.spell(messages),
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise RequestError(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of exactly this text: special tokens in it count, none are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of exactly this text: special tokens in it count, none are added.
+
+        The batch call lets other threads run meanwhile (the single one does not) and skips offsets.
+        """
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a fresh prompt: as ``encode``, after the BOS if the tokenizer wants one and none is there."""
@@ -108,6 +142,22 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of tokens; bytes that do not yet make a character become U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+    def plain_text(self, token_ids: Sequence[int]) -> str:
+        """What sampled tokens say: without the one that ended the text, and without other special tokens."""
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in self._stops else token_ids
+        return self.decode(self.drop_special(ids, keep=frozenset()))
+
+    def check(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Raises RequestError, naming the field, where the template cannot show what the request holds."""
+        if tools and not self.shows_tools:
+            raise RequestError(
+                "the chat template of this policy does not show tools to the model: leave `tools` out, or set"
+                " policies.NAME.chat_template to a template that prints them",
+                param="tools",
+            )
+        if not self.traits.shows_all:
+            check_messages(messages, self.traits)
 
     def drop_special(self, token_ids: Iterable[int], *, keep: frozenset[str]) -> list[int]:
         """The tokens without special ones, except those whose text is in ``keep``."""
@@ -125,6 +175,12 @@ class ChatTemplate:
         except RequestError as error:
             raise SetupError(f"the chat template cannot render a plain {' and '.join(roles)} turn: {error}") from error
 
+    def _find_stops(self, declared: frozenset[int]) -> frozenset[int]:
+        """Ids after which generation ends; harmony ends messages, not replies, with one of the usual enders."""
+        if not self._is_harmony:
+            return declared
+        return (declared | self._ids((HARMONY_RETURN, HARMONY_CALL))) - self._ids((HARMONY_END,))
+
     def _find_end_of_turn(self, stop_ids: frozenset[int]) -> str:
         """What follows an assistant's words: the first stop token there, else the first special token."""
         text = self._probe("user", "assistant", add_generation_prompt=False)
@@ -137,19 +193,20 @@ class ChatTemplate:
                 return places[min(places)]
         return ""
 
-    def _find_turn_end_ids(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        ends = {index for index in stop_ids if self._special_ids.get(index) in TURN_ENDERS}
-        marker = self._tokenizer.token_to_id(self.eot_text) if self.eot_text else None
-        return frozenset(ends if marker is None else ends | {marker})
+    def _find_turn_end_ids(self, stops: frozenset[int]) -> frozenset[int]:
+        ends = {index for index in stops if self._special_ids.get(index) in TURN_ENDERS}
+        ends |= self._ids((self.eot_text,))
+        if self._is_harmony:
+            ends |= self._ids((HARMONY_END, HARMONY_RETURN, HARMONY_CALL))
+        return frozenset(ends)
+
+    @property
+    def _is_harmony(self) -> bool:
+        return self.tool_format is ToolFormat.HARMONY
+
+    def _ids(self, texts: Iterable[str]) -> frozenset[int]:
+        found = (self._tokenizer.token_to_id(text) for text in texts if text)
+        return frozenset(index for index in found if index is not None)
 
     def _texts(self, token_ids: Iterable[int]) -> tuple[str, ...]:
         return tuple(text for index in sorted(token_ids) if (text := self._tokenizer.id_to_token(index)) is not None)
-
-
-def _tool_format(facts: ModelFolder) -> ToolFormat:
-    source = "".join(facts.templates.values())
-    if "<tool_call>" in source or facts.tokenizer.token_to_id("<tool_call>") is not None:
-        return ToolFormat.HERMES
-    if facts.tokenizer.token_to_id("<|python_tag|>") is not None or '"parameters":' in source:
-        return ToolFormat.LLAMA3
-    return ToolFormat.HERMES

@@ -12,13 +12,43 @@ A worked instance: ``[1,2] -> [10,11]``, then ``[1,2,10,11,20] -> [30]``::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wingbeat.core.types import FinishReason, Provenance
+from wingbeat.tracking.arrays import NO_SUPPORTS
+from wingbeat.tracking.conversation import Conversation
 from wingbeat.tracking.messages import Message
+
+
+class TurnKind(StrEnum):
+    """What a turn was asked with."""
+
+    CHAT = "chat"
+    """Messages, through the chat template."""
+    TEXT = "text"
+    """Plain text."""
+    TOKENS = "tokens"
+    """Token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextKey:
+    """Recognises a rendered text again within this process, without keeping it."""
+
+    length: int
+    hash: int
+
+    @classmethod
+    def of(cls, text: str) -> TextKey:
+        return cls(len(text), hash(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether ``text`` begins with the text of this key."""
+        return len(text) >= self.length and hash(text[: self.length]) == self.hash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +60,7 @@ class Turn:
     agent: str
     parent_id: str | None
     """The turn whose tokens this one extends; always of the same policy and agent."""
+    kind: TurnKind
     segment: NDArray[np.int32]
     """[S] prompt tokens beyond the parent's end."""
     segment_runs: tuple[tuple[Provenance, int], ...]
@@ -42,24 +73,46 @@ class Turn:
     """(policy version, number of sampled tokens), run-length, in order."""
     temperature: float
     finish_reason: FinishReason
-    messages: tuple[Message, ...]
-    """The conversation, this turn's reply last; shares its values with the parent's."""
+    conversation: Conversation
+    """The messages of a chat turn, its reply last; empty for other kinds."""
     tools_digest: str
     """Digest of the request's tool schemas, "" without tools."""
     fork_reason: str
-    """Why the prompt was rendered anew although the episode had turns; "" for first and continued turns."""
+    """Why this prompt is not the simple continuation of the newest turn: the first difference; "" where it is."""
     chosen_by: str
-    """What decided where several earlier turns fitted: "tool-call ids" or "latest"; "" where one did."""
+    """What decided where several earlier turns fitted: "tool-call ids", "latest" or "previous response id"; "" where
+    one did."""
     prompt_length: int
     """Number of prompt tokens, ancestors' included."""
+    prompt_text: str = ""
+    """Of a text turn: its prompt beyond the parent's end."""
+    sampled_text: str = ""
+    """Of a text turn: what its sampled tokens say."""
+    rendered: TextKey | None = None
+    """Of a chat turn of this process: its whole prompt, as the template wrote it."""
+    support_table: tuple[bytes, ...] = ()
+    """Distinct :mod:`wingbeat.core.support` blobs."""
+    support_index: NDArray[np.int32] = field(default_factory=lambda: NO_SUPPORTS)
+    """[T] each sampled token's place in the table, -1 for the whole vocabulary; [0] where the table is empty."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation, this turn's reply last; empty for text and token turns."""
+        return self.conversation.messages
 
     @property
     def reply(self) -> Message:
-        return self.messages[-1]
+        """What was answered."""
+        return self.conversation.message or Message("assistant", self.sampled_text)
 
     @property
     def num_sampled(self) -> int:
         return len(self.sampled)
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to and including the last sampled one."""
+        return self.prompt_length + len(self.sampled)
 
     @property
     def trainable_T(self) -> NDArray[np.bool_]:
@@ -87,12 +140,22 @@ class PromptPlan:
     agent: str
     parent: Turn | None
     prompt_ids: NDArray[np.int32]
-    """[P] the whole prompt."""
+    """[P] the whole prompt. The graph keeps only the segment."""
     segment: NDArray[np.int32]
     """The prompt's own part beyond the parent's tokens."""
-    forced_count: int
+    kind: TurnKind = TurnKind.CHAT
+    forced_count: int = 0
     """Leading tokens of the segment that close the parent's unfinished turn (provenance forced)."""
-    messages: tuple[Message, ...]
-    tools_digest: str
-    fork_reason: str
-    chosen_by: str
+    news: tuple[Message, ...] = ()
+    """Of a chat: the messages beyond the parent's."""
+    tools_digest: str = ""
+    fork_reason: str = ""
+    chosen_by: str = ""
+    prompt_text: str = ""
+    """Of a text: the prompt beyond the parent's end."""
+    rendered: TextKey | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation of a chat."""
+        return (*(() if self.parent is None else self.parent.messages), *self.news)

@@ -1,5 +1,6 @@
 """Model folders of several template families, made on the spot, and helpers to grow token graphs."""
 
+# ruff: noqa: RUF001 (marks are spelled as models spell them)
 from __future__ import annotations
 
 import itertools
@@ -32,6 +33,7 @@ class Family:
     bos: str | None = None
 
 
+QWEN_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 FAMILIES = {
     "chatml": Family(
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -58,6 +60,63 @@ FAMILIES = {
         bos="<|begin_of_text|>",
     ),
     "gemma": Family(("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), (), eos="<eos>", bos="<bos>"),
+    "gemma3": Family(("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), (), eos="<eos>", bos="<bos>"),
+    "qwen25": Family(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), QWEN_MARKS, eos="<|im_end|>"),
+    "qwen3": Family(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), QWEN_MARKS, eos="<|im_end|>"),
+    "mistral": Family(
+        (
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "[THINK]",
+            "[/THINK]",
+        ),
+        (),
+        eos="</s>",
+        bos="<s>",
+    ),
+    "deepseek": Family(
+        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        (
+            "<｜User｜>",
+            "<｜Assistant｜>",
+            "<think>",
+            "</think>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁outputs▁begin｜>",
+            "<｜tool▁outputs▁end｜>",
+            "<｜tool▁output▁begin｜>",
+            "<｜tool▁output▁end｜>",
+        ),
+        eos="<｜end▁of▁sentence｜>",
+        bos="<｜begin▁of▁sentence｜>",
+    ),
+    "gptoss": Family(
+        (
+            "<|endoftext|>",
+            "<|return|>",
+            "<|constrain|>",
+            "<|channel|>",
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|call|>",
+        ),
+        (),
+        eos="<|return|>",
+    ),
 }
 
 
@@ -140,8 +199,9 @@ def say() -> Say:
         agent: str = "",
         policy: str = "solver",
         finish: FinishReason = FinishReason.STOP,
+        **extra: Any,
     ) -> Turn:
-        plan = graph.resolve(policy=policy, agent=agent, messages=messages, tools=tools, template=template)
+        plan = graph.resolve(policy=policy, agent=agent, messages=messages, tools=tools, template=template, **extra)
         ids = list(token_ids) if token_ids is not None else template.encode(text)
         number = next(numbers)
         reply = parse_reply(template, ids, tools_given=bool(tools), new_id=lambda: f"call-{number}")
@@ -186,10 +246,7 @@ def grow() -> Callable[..., Turn]:
             prompt_ids=np.concatenate([before, own]),
             segment=own,
             forced_count=forced,
-            messages=(*(() if parent is None else parent.messages), Message("user", f"asks {turn_id}")),
-            tools_digest="",
-            fork_reason="",
-            chosen_by="",
+            news=(Message("user", f"asks {turn_id}"),),
         )
         return graph.commit(
             plan,

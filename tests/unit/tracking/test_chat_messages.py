@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_escapes_of_arguments_do_not_matter() -> None:
 @pytest.mark.parametrize("arguments", [None, "", "  ", "{}", {}])
 def test_no_arguments_have_one_spelling(arguments: object) -> None:
     assert assistant(tool_calls=[call(arguments=arguments)]).tool_calls[0].arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("9007199254740993", "9007199254740992.0"), ("123456789012345678901", "1.2345678901234568e20"), ("-1", "-1.0")],
+)
+def test_numbers_beyond_a_float_are_compared_as_floats(one: str, other: str) -> None:
+    """What a client in JavaScript makes of a long integer."""
+    assert assistant(tool_calls=[call(arguments=f'{{"a":{one}}}')]) == assistant(
+        tool_calls=[call(arguments=f'{{"a":{other}}}')]
+    )
+
+
+@pytest.mark.parametrize("number", ["1e400", "1" * 400, "1" * 5000])
+def test_numbers_beyond_all_floats_stay_what_they_are(number: str) -> None:
+    message = assistant(tool_calls=[call(arguments=f'{{"a":{number}}}')])
+    assert message == assistant(tool_calls=[call(arguments=f'{{"a":{number}}}')])
+    assert message != assistant(tool_calls=[call(arguments='{"a":1}')])
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
@@ -153,6 +172,30 @@ def test_what_cannot_be_honoured_is_refused_by_name(value: dict[str, Any], place
     with pytest.raises(UnsupportedField, match=word) as caught:
         parse_messages([value])
     assert caught.value.param == f"messages[0].{place}"
+
+
+DEEP: Any = "x"
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("value", [DEEP, "x" * 10_000_000], ids=["deep", "long"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: [{"role": value, "content": "x"}],
+        lambda value: [{"role": "user", "content": value, "name": value}],
+        lambda value: [{"role": "user", "content": [{"type": value}]}],
+        lambda value: [{"role": "assistant", "tool_calls": [call(), {**call(), "type": value}]}],
+        lambda value: [{"role": "assistant", "tool_calls": [{**call(), "id": value}] * 2}],
+        lambda value: [{"role": "assistant", "tool_calls": [call(arguments={"a": value})], "function_call": value}],
+    ],
+)
+def test_errors_stay_short_whatever_was_sent(make: Callable[[Any], Any], value: Any) -> None:
+    try:
+        parse_messages(make(value))
+    except RequestError as error:
+        assert len(error.message) < 300
 
 
 json_values = st.recursive(

@@ -1,5 +1,6 @@
 """Rendering and encoding agree with transformers; loading says what is wrong with a folder."""
 
+# ruff: noqa: RUF001 (marks are spelled as models spell them)
 from __future__ import annotations
 
 import json
@@ -32,7 +33,8 @@ TOOL_CHAT = [
     {"role": "user", "content": "sure?"},
 ]
 CASES = [("chatml", CHAT), ("chatml", TOOL_CHAT), ("thinking", CHAT), ("thinking", TOOL_CHAT)]
-CASES += [("llama3", CHAT), ("llama3", TOOL_CHAT), ("gemma", CHAT)]
+CASES += [("llama3", CHAT), ("llama3", TOOL_CHAT), ("gemma", CHAT), ("gemma3", CHAT), ("mistral", CHAT)]
+CASES += [(name, chat) for name in ("qwen25", "qwen3", "deepseek", "gptoss") for chat in (CHAT, TOOL_CHAT)]
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
@@ -47,7 +49,7 @@ def test_text_and_tokens_equal_those_of_transformers(
     template = ChatTemplate.load(folders[name])
     messages = parse_messages(chat)
     text = template.render(messages, tools=tools, add_generation_prompt=prompt)
-    plain = [message.to_template_dict() for message in messages]
+    plain = template.traits.form.spell(messages)
     assert text == reference.apply_chat_template(plain, tools=tools, add_generation_prompt=prompt, tokenize=False)
     tokens = reference(text, add_special_tokens=False)["input_ids"]
     assert template.encode(text) == tokens
@@ -60,8 +62,14 @@ def test_what_templates_declare_is_found(templates: dict[str, ChatTemplate]) -> 
     assert found == {
         "chatml": ("<|im_end|>", ToolFormat.HERMES, False),
         "thinking": ("<|im_end|>", ToolFormat.HERMES, False),
+        "qwen25": ("<|im_end|>", ToolFormat.HERMES, False),
+        "qwen3": ("<|im_end|>", ToolFormat.HERMES, False),
         "llama3": ("<|eot_id|>", ToolFormat.LLAMA3, False),
         "gemma": ("<end_of_turn>", ToolFormat.HERMES, False),
+        "gemma3": ("<end_of_turn>", ToolFormat.HERMES, False),
+        "mistral": ("</s>", ToolFormat.MISTRAL, False),
+        "deepseek": ("<｜end▁of▁sentence｜>", ToolFormat.DEEPSEEK, False),
+        "gptoss": ("<|return|>", ToolFormat.HARMONY, False),
     }
     stops = {name: [t.decode([token]) for token in t.eos_token_ids] for name, t in templates.items()}
     assert stops == {
@@ -69,7 +77,18 @@ def test_what_templates_declare_is_found(templates: dict[str, ChatTemplate]) -> 
         "thinking": ["<|endoftext|>", "<|im_end|>"],
         "llama3": ["<|eot_id|>", "<|eom_id|>"],
         "gemma": ["<eos>", "<end_of_turn>"],
+        "gemma3": ["<eos>", "<end_of_turn>"],
+        "qwen25": ["<|im_end|>"],
+        "qwen3": ["<|im_end|>"],
+        "mistral": ["</s>"],
+        "deepseek": ["<｜end▁of▁sentence｜>"],
+        "gptoss": ["<|return|>", "<|call|>"],
     }
+
+
+def test_added_tokens_count_as_vocabulary(chatml: ChatTemplate) -> None:
+    assert chatml.decode([chatml.num_tokens - 1]) == "</tool_response>"
+    assert chatml.decode([chatml.num_tokens]) == ""
 
 
 def test_a_prompt_that_already_opens_reasoning_is_noticed(folders: dict[str, Path]) -> None:
@@ -229,3 +248,41 @@ def test_control_stays_light() -> None:
 
     code = "import sys, wingbeat.tracking; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SHOW = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("tools[0].function.name", "add"),
+        ("tools[0].text", ""),
+        ("tools[0]._texts", ""),
+        ("tools[0].items() | list | length", "2"),
+        ("tools[0].function.parameters | tojson(sort_keys=true)", '{"properties": {}, "type": "object"}'),
+        ("tools[0].function.parameters | tojson(indent=1)", '{\n "type": "object",\n "properties": {}\n}'),
+        ("tools | length", "1"),
+        ("messages[0].items is callable", "True"),
+        ("messages[0].nothing is defined", "False"),
+        ("messages[0].__class__ is defined", "False"),
+        ("namespace(a=1).a", "1"),
+        ("namespace(a=1).b is defined", "False"),
+        ("namespace(a=1).__class__ is defined", "False"),
+    ],
+)
+def test_fields_are_read_as_jinja_does(folders: dict[str, Path], expression: str, shown: str) -> None:
+    """The short ways to fields and to remembered JSON show nothing else, and nothing inside."""
+    template = ChatTemplate.load(folders["chatml"], template=f"{SHOW}{{{{ ({expression}) if tools else '' }}}}")
+    for _ in range(2):
+        text = template.render([Message("user", "x")], tools=TOOLS, add_generation_prompt=True)
+        assert text == f"user:x<|im_end|>{shown}"
+
+
+@pytest.mark.parametrize("expression", ["messages[0].update({'a': 1})", "tools[0].clear()", "loop.__init__()"])
+def test_templates_change_nothing(folders: dict[str, Path], expression: str) -> None:
+    source = f"{SHOW}{{% for m in messages %}}{{{{ {expression} if tools else '' }}}}{{% endfor %}}"
+    template = ChatTemplate.load(folders["chatml"], template=source)
+    with pytest.raises(RequestError, match="refuses this conversation"):
+        template.render([Message("user", "x")], tools=TOOLS, add_generation_prompt=True)
+    assert TOOLS[0]["function"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +107,19 @@ def test_the_deepest_earlier_turn_is_continued(chatml: ChatTemplate, say: Say) -
     assert plan_for(graph, chatml, [*second.messages, Message("user", "d")]).parent is second
     edited = [*first.messages, Message("user", "other"), Message("assistant", "c"), Message("user", "d")]
     branch = plan_for(graph, chatml, edited)
-    assert (branch.parent, branch.fork_reason) == (first, "")
+    assert (branch.parent, branch.fork_reason) == (first, "message 2 differs: content ('b' -> 'other')")
+    again = plan_for(graph, chatml, [*first.messages, Message("user", "b")])
+    assert (again.parent, again.fork_reason) == (first, "same messages as an earlier prompt, no reply continued")
 
 
 FORKS = [
-    ([Message("user", "hi"), Message("assistant", "a"), HELLO], "message 0 differs: content"),
-    ([Message("system", "hello"), Message("assistant", "a")], "message 0 differs: role"),
-    ([HELLO, Message("assistant", "b"), HELLO], "message 1 differs: content"),
-    ([HELLO, Message("user", "a")], "message 1 differs: role"),
+    ([Message("user", "hi"), Message("assistant", "a"), HELLO], "message 0 differs: content ('hello' -> 'hi')"),
+    ([Message("system", "hello"), Message("assistant", "a")], "message 0 differs: role ('user' -> 'system')"),
+    ([HELLO, Message("assistant", "b"), HELLO], "message 1 differs: content ('a' -> 'b')"),
+    ([HELLO, Message("user", "a")], "message 1 differs: role ('assistant' -> 'user')"),
     ([HELLO], "same messages as an earlier prompt, no reply continued"),
-    ([HELLO, Message("assistant", "a", reasoning="new"), HELLO], "message 1 differs: reasoning"),
-    ([Message("user", "hello", name="Bo"), Message("assistant", "a")], "message 0 differs: name"),
+    ([HELLO, Message("assistant", "a", reasoning="new"), HELLO], "message 1 differs: reasoning ('' -> 'new')"),
+    ([Message("user", "hello", name="Bo"), Message("assistant", "a")], "message 0 differs: name ('' -> 'Bo')"),
 ]
 
 
@@ -134,7 +139,9 @@ def test_rewritten_tool_calls_fork(chatml: ChatTemplate, say: Say) -> None:
     graph = EpisodeGraph("e")
     first = say(graph, chatml, [HELLO], f"{CALL}<|im_end|>", tools=TOOLS)
     text = Message("assistant", "Calling tools: add")
-    assert plan_for(graph, chatml, [HELLO, text], tools=TOOLS).fork_reason == "message 1 differs: content, tool_calls"
+    assert plan_for(graph, chatml, [HELLO, text], tools=TOOLS).fork_reason == (
+        "message 1 differs: content ('' -> 'Calling tools: add')"
+    )
     both = [*first.messages, Message("tool", "2", tool_call_id="another")]
     assert plan_for(graph, chatml, both, tools=TOOLS).parent is first
 
@@ -176,7 +183,9 @@ def test_a_template_that_strips_reasoning_forks_at_the_next_question(
     first = say(graph, thinking, [HELLO], "<think>\nwhy\n</think>\n\na<|im_end|>")
     messages = [*first.messages, Message("user", "next")]
     plan = plan_for(graph, thinking, messages)
-    assert (plan.parent, plan.fork_reason) == (None, "template rewrites history")
+    assert plan.parent is None
+    told = r"('…sistant\n<think>\nwhy\n</think>\n\na<|im_en…' -> '…sistant\na<|im_end|>\n<|im_start|>user\nn…')"
+    assert plan.fork_reason == f"template rewrites history at character 55 {told}"
     assert "why" not in thinking.decode(plan.prompt_ids.tolist())
     dropped = [HELLO, Message("assistant", "a"), Message("user", "next")]
     assert plan_for(graph, thinking, dropped).prompt_ids.tolist() == plan.prompt_ids.tolist()
@@ -220,7 +229,7 @@ def test_results_given_to_the_wrong_calls_are_another_conversation(chatml: ChatT
     say(graph, chatml, parse_messages([*asked, *results]), "a<|im_end|>", tools=TOOLS)
     swapped = [*asked, results[1], results[0], {"role": "assistant", "content": "a"}]
     plan = plan_for(graph, chatml, parse_messages(swapped), tools=TOOLS)
-    assert plan.fork_reason == "message 2 differs: tool_call_id"
+    assert plan.fork_reason == "message 2 differs: tool_call_id of another call ('x' -> 'y')"
 
 
 @pytest.mark.parametrize(
@@ -267,6 +276,33 @@ def test_templates_that_mark_no_end_fork(folders: dict[str, Path], say: Say, sou
     first = say(graph, template, [HELLO], "a<|im_end|>")
     plan = plan_for(graph, template, [*first.messages, HELLO])
     assert (plan.parent, plan.fork_reason) == (None, "template marks no end of the turn")
+
+
+def test_a_template_that_changes_what_it_wrote_forks_though_all_lengths_stay(
+    folders: dict[str, Path], say: Say
+) -> None:
+    source = (
+        "{{ messages | length }} {% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt else '' }}"
+    )
+    template = ChatTemplate.load(folders["chatml"], template=source)
+    graph = EpisodeGraph("e")
+    first = say(graph, template, [HELLO], "a<|im_end|>")
+    plan = plan_for(graph, template, [*first.messages, HELLO])
+    assert plan.parent is None
+    assert plan.fork_reason.startswith("template rewrites history at character 0 ('2 user:")
+
+
+def test_a_day_that_passes_forks_nothing(folders: dict[str, Path], say: Say) -> None:
+    """The prompt tells the date. The conversation goes on with the tokens that told yesterday's."""
+    today = [datetime(2026, 11, 29)]
+    template = ChatTemplate.load(folders["llama3"], now=lambda: today[0])
+    graph = EpisodeGraph("e")
+    first = say(graph, template, [HELLO], "a<|eot_id|>")
+    today[0] = datetime(2026, 11, 30)
+    plan = plan_for(graph, template, [*first.messages, HELLO])
+    assert plan.parent is first
+    assert "Today: 29 Nov" in template.decode(plan.prompt_ids.tolist())
 
 
 def test_a_template_that_cannot_end_with_a_reply_forks(folders: dict[str, Path], say: Say) -> None:
@@ -331,6 +367,63 @@ def test_requests_may_overlap(chatml: ChatTemplate, say: Say) -> None:
     assert [turn.parent_id for turn in graph.turns] == [None, *[first.turn_id] * 3]
     assert [turn.turn_id for turn in graph.turns[1:]] == ["late-2", "late-1", "late-0"]
     assert graph.turn("late-1").messages[2].content == "y"
+
+
+@given(data=st.data())
+def test_overlapping_requests_do_not_disturb_each_other(chatml: ChatTemplate, data: st.DataObject) -> None:
+    """Any interleaving of resolves and commits: every turn is sampled on the prompt that its plan promised."""
+    graph = EpisodeGraph("e")
+    open_plans: list[tuple[str, PromptPlan, list[int]]] = []
+    promised: dict[str, tuple[str | None, list[int]]] = {}
+    for number in range(data.draw(st.integers(2, 12))):
+        if open_plans and data.draw(st.booleans()):
+            turn_id, plan, before = open_plans.pop(data.draw(st.integers(0, len(open_plans) - 1)))
+            ids = chatml.encode(data.draw(words) + "<|im_end|>")
+            reply = Message("assistant", chatml.plain_text(ids))
+            turn = graph.commit(plan, **sampled(turn_id, ids, reply=reply))
+            assert graph.prompt_ids(turn).tolist() == before
+            promised[turn_id] = (turn.parent_id, [*before, *ids])
+            continue
+        history = data.draw(st.sampled_from([(), *(turn.messages for turn in graph.turns)]))
+        plan = plan_for(graph, chatml, [*history, Message("user", data.draw(words))])
+        assert (plan.parent is None) == (not history)
+        open_plans.append((f"t{number}", plan, plan.prompt_ids.tolist()))
+    for turn_id, (parent_id, ids) in promised.items():
+        assert graph.turn(turn_id).parent_id == parent_id
+        assert graph.full_ids(graph.turn(turn_id)).tolist() == ids
+
+
+def test_prompts_may_be_resolved_in_another_thread(chatml: ChatTemplate) -> None:
+    """Text and token searches see a whole tree while turns are added, or none of the new turn."""
+    graph = EpisodeGraph("e")
+    stop = threading.Event()
+
+    def search() -> int:
+        count = 0
+        while not stop.is_set() or count == 0:
+            for number in range(20):
+                text = f"question {number} answer {number}!"
+                plan = graph.resolve_text(policy="solver", agent="", text=text, template=chatml)
+                assert chatml.decode(plan.prompt_ids.tolist()) == text
+                ids = plan.prompt_ids.tolist()
+                assert graph.resolve_tokens(policy="solver", agent="", token_ids=ids).prompt_ids.tolist() == ids
+                messages = [Message("user", text), Message("assistant", "so"), Message("user", "x")]
+                plan = plan_for(graph, chatml, messages)
+                assert (plan.parent is None) == ("so" in chatml.decode(plan.segment.tolist()))
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        searching = pool.submit(search)
+        for number in range(200):
+            text = f"question {number % 20} "
+            ids = chatml.encode(f"answer {number % 20}")
+            plan = graph.resolve_text(policy="solver", agent="", text=text, template=chatml)
+            graph.commit(plan, **sampled(f"text-{number}", ids, reply=None), text=chatml.plain_text(ids))
+            plan = plan_for(graph, chatml, [Message("user", f"{text}answer {number % 20}!")])
+            graph.commit(plan, **sampled(f"chat-{number}", [5], reply=Message("assistant", "so")))
+        stop.set()
+        assert searching.result(timeout=60) > 0
 
 
 def sampled(turn_id: str, ids: list[int], **changes: Any) -> dict[str, Any]:
@@ -422,7 +515,7 @@ def test_continuing_gives_the_tokens_of_a_fresh_rendering(
 ) -> None:
     """Where the model writes exactly what the template would, extending and rendering anew agree."""
     template = templates[name]
-    tools = TOOLS if use_tools else None
+    tools = TOOLS if use_tools and template.shows_tools else None
     graph = EpisodeGraph("e")
     messages: tuple[Message, ...] = ()
     for number, (question, answer) in enumerate(script):

@@ -11,10 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.tracking import ChatTemplate, EpisodeGraph, Message, Turn, dump_graph, load_graph
+from wingbeat.core.types import FinishReason
+from wingbeat.tracking import (
+    ChatTemplate,
+    EpisodeGraph,
+    Message,
+    Turn,
+    build_samples,
+    dump_graph,
+    dump_turn,
+    load_graph,
+    load_turns,
+)
 
-ARRAYS = ("segment", "sampled", "logprobs")
-FIELDS = [name for name in Turn.__slots__ if name not in ARRAYS]
+ARRAYS = ("segment", "sampled", "logprobs", "support_index")
+FIELDS = [*(name for name in Turn.__slots__ if name not in (*ARRAYS, "conversation", "rendered")), "messages"]
 
 
 def facts(graph: EpisodeGraph) -> list[tuple[Any, ...]]:
@@ -84,15 +95,18 @@ def packed(graph: EpisodeGraph) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("format",), "wingbeat-graph/99", "wingbeat-graph/1"),
+        (("format",), "wingbeat-graph/99", "wingbeat-graph/2"),
         (("turns", 1, "parent_id"), "nobody", "not there"),
         (("turns", 1, "messages"), [99], "not there"),
         (("turns", 1, "prompt_length"), 7, "prompt"),
         (("turns", 1, "versions"), [[0, 9]], "one length"),
         (("turns", 1, "segment_runs"), [["rendered", 9]], "provenance"),
-        (("turns", 1, "segment_runs"), [["guessed", 1]], "wingbeat-graph/1"),
+        (("turns", 1, "segment_runs"), [["guessed", 1]], "wingbeat-graph/2"),
         (("turns", 1, "turn_id"), "a", "already"),
         (("turns", 1, "sampled"), b"123", "bytes"),
+        (("turns", 1, "support_table"), [b"x"], "supports do not fit"),
+        (("turns", 1, "support_index"), b"\0\0\0\0", "supports do not fit"),
+        (("turns", 1, "kind"), "text", "cannot extend"),
     ],
 )
 def test_damaged_bytes_are_refused(
@@ -111,5 +125,69 @@ def test_damaged_bytes_are_refused(
 
 @pytest.mark.parametrize("data", [b"", b"not msgpack", b"\x80"])
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="wingbeat-graph/1"):
+    with pytest.raises(ValueError, match="wingbeat-graph/2"):
         load_graph(data)
+
+
+def test_marks_and_plain_turns_survive(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
+    graph = EpisodeGraph("e")
+    chat = say(graph, chatml, [Message("user", "hello")], "a<|im_end|>")
+    plan = graph.resolve_text(policy="solver", agent="", text="so?", template=chatml)
+    facts_of = {"logprobs": [-1.0], "versions": [(0, 1)], "temperature": 1.0, "finish_reason": FinishReason.LENGTH}
+    text = graph.commit(plan, turn_id="text", token_ids=[5], text="yes", supports=[b"\x01\x05\0\0\0"], **facts_of)
+    plan = graph.resolve_tokens(policy="solver", agent="", token_ids=[*graph.full_ids(chat).tolist(), 9])
+    tokens = graph.commit(plan, turn_id="tokens", token_ids=[6], **facts_of)
+    graph.mark_undelivered(text.turn_id)
+    graph.mark_resampled(tokens.turn_id)
+    loaded = load_graph(dump_graph(graph))
+    assert facts(loaded) == facts(graph)
+    assert (loaded.undelivered, loaded.resampled) == ({"text"}, {"tokens"})
+    assert loaded.superseded() == {"text": "undelivered", "tokens": "resampled"}
+    assert dump_graph(loaded) == dump_graph(graph)
+
+
+def test_format_1_is_still_read(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
+    """Bytes of the release before, written down field by field."""
+    graph = EpisodeGraph("e")
+    first = say(graph, chatml, [Message("user", "hello")], "a<|im_end|>")
+    say(graph, chatml, [*first.messages, Message("user", "b")], "c<|im_end|>")
+    old = packed(graph)
+    old["format"] = "wingbeat-graph/1"
+    del old["undelivered"], old["resampled"]
+    for turn in old["turns"]:
+        for name in ("kind", "prompt_text", "sampled_text", "support_table", "support_index"):
+            del turn[name]
+    loaded = load_graph(msgspec.msgpack.encode(old))
+    assert facts(loaded) == facts(graph)
+    assert build_samples(loaded, policy="solver", episode_id="e") == build_samples(
+        graph, policy="solver", episode_id="e"
+    )
+
+
+def test_turns_written_one_by_one_are_the_graph(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
+    graph = EpisodeGraph("e")
+    pieces: list[bytes] = []
+    messages: tuple[Message, ...] = ()
+    for number in range(4):
+        messages = (*messages, Message("user", f"question {number}"))
+        turn = say(graph, chatml, messages, f"answer {number}<|im_end|>")
+        pieces.append(dump_turn(graph, turn))
+        messages = turn.messages
+    pieces.append(dump_turn(graph, say(graph, chatml, [Message("user", "else")], "b<|im_end|>")))
+    loaded = load_turns("e", pieces)
+    assert facts(loaded) == facts(graph)
+    assert dump_graph(loaded) == dump_graph(graph)
+    assert max(len(piece) for piece in pieces[1:]) < len(pieces[0]) + 64
+    with pytest.raises(ValueError, match=f"{graph.turns[0].turn_id}"):
+        load_turns("e", pieces[1:])
+    with pytest.raises(ValueError, match="expected a turn of format 'wingbeat-graph/2'"):
+        load_turns("e", [dump_graph(graph)])
+
+
+def test_a_mark_of_nobody_is_damage(grow: Callable[..., Turn]) -> None:
+    graph = EpisodeGraph("e")
+    grow(graph, "a", segment=[1], sampled=[2])
+    data = packed(graph)
+    data["undelivered"] = ["nobody"]
+    with pytest.raises(ValueError, match="nobody"):
+        load_graph(msgspec.msgpack.encode(data))

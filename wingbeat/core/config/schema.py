@@ -40,6 +40,11 @@ class ServerConfig(Section):
         default=600.0, gt=0, description="An episode without open request or heartbeat for so long is lost."
     )
     heartbeat_s: float = Field(default=10.0, gt=0, description="How often clients and workers report life.")
+    retry_grace_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="How long a call whose caller hung up goes on, so that its retry finds it; streams end at once.",
+    )
     begin_wait_s: float = Field(default=30.0, ge=0, le=30, description="How long begin and lease wait for admission.")
 
 
