@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from wingbeat.core.config import EngineConfig
 from wingbeat.core.errors import WingbeatError
 from wingbeat.core.ports import GenerateRequest, TokenEvent
+from wingbeat.core.support import WHOLE_VOCABULARY
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.worker_protocol import (
     Abort,
@@ -37,7 +39,7 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
-from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions
+from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions, GrammarCompiler
 from wingbeat.trainer.models import load_model
 from wingbeat.weights.receive import load
 from wingbeat.workers.link import Connected, Disconnected, Inbound
@@ -62,6 +64,21 @@ class Span:
     version: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
+    """One per token, or none at all while every token came from the whole vocabulary."""
+
+    def add(self, event: TokenEvent) -> None:
+        if event.supports and not self.supports:
+            self.supports = [WHOLE_VOCABULARY] * len(self.token_ids)
+        if self.supports or event.supports:
+            self.supports.extend(event.supports or (WHOLE_VOCABULARY,) * len(event.token_ids))
+        self.token_ids.extend(event.token_ids)
+        self.logprobs.extend(event.logprobs)
+
+    def chunk(self, request_id: str) -> TokenChunk:
+        return TokenChunk(
+            request_id, tuple(self.token_ids), tuple(self.logprobs), self.version, supports=tuple(self.supports)
+        )
 
 
 @dataclass(slots=True)
@@ -75,13 +92,12 @@ class Flight:
     def add(self, event: TokenEvent) -> None:
         if not self.spans or self.spans[-1].version != event.policy_version:
             self.spans.append(Span(event.policy_version))
-        self.spans[-1].token_ids.extend(event.token_ids)
-        self.spans[-1].logprobs.extend(event.logprobs)
+        self.spans[-1].add(event)
 
     def drain(self, request_id: str, finish: FinishReason | None, error: str = "") -> list[TokenChunk]:
         """Everything gathered, the last chunk carrying the end of the request."""
         spans, self.spans = self.spans or [Span(self.model.engine.policy_version)], []
-        chunks = [TokenChunk(request_id, tuple(s.token_ids), tuple(s.logprobs), s.version) for s in spans]
+        chunks = [span.chunk(request_id) for span in spans]
         chunks[-1] = msgspec.structs.replace(chunks[-1], finish=finish, error=error)
         return chunks
 
@@ -97,6 +113,8 @@ class EngineWorker:
         self._seed = 0
         self._live: dict[str, Hosted] = {}
         self._pinned: dict[tuple[str, int], Hosted] = {}
+        self._grammars: dict[Path, GrammarCompiler] = {}
+        """By model folder: a live policy and its pinned versions have one tokenizer."""
         self._flights: dict[str, Flight] = {}
         self._busy_s = 0.0
         self._stopped = False
@@ -230,6 +248,8 @@ class EngineWorker:
                 top_k=message.top_k,
                 seed=message.seed,
                 stop_token_ids=message.stop_token_ids,
+                grammar=message.grammar,
+                resumed_tokens=message.resumed_tokens,
             ),
             cache_key=message.cache_key,
         )
@@ -258,7 +278,8 @@ class EngineWorker:
             kv_on_update=self._options.kv_on_update,
             context_tokens=spec.context_tokens,
         )
-        engine = EmbeddedEngine(loaded.model, config=options, device=device, seed=self._seed)
+        grammars = self._grammars.setdefault(loaded.folder, GrammarCompiler(loaded.folder))
+        engine = EmbeddedEngine(loaded.model, config=options, grammars=grammars, device=device, seed=self._seed)
         return Hosted(engine, loaded.model)
 
     def _apply(self, hosted: Hosted, manifest: Manifest) -> None:

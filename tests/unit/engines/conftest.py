@@ -21,12 +21,11 @@ from transformers import (
 
 from wingbeat.core.ports import GenerateRequest, TokenEvent
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.engines.embedded import EmbeddedEngine, EngineOptions
+from wingbeat.engines.embedded import EmbeddedEngine, EngineOptions, GrammarCompiler
 
 VOCABULARY = 96
 SLIDING_WINDOW = 16
 COMMON = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -40,17 +39,18 @@ COMMON = {
 }
 
 
-def _build(kind: str) -> PreTrainedModel:
+def _build(kind: str, *, vocabulary: int) -> PreTrainedModel:
+    common = {**COMMON, "vocab_size": vocabulary}
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**COMMON))
+        return Qwen3ForCausalLM(Qwen3Config(**common))
     if kind == "qwen3-tied":
-        return Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=True))
+        return Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**COMMON))
+        return LlamaForCausalLM(LlamaConfig(**common))
     sliding = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **COMMON,
+            **common,
             sliding_window=SLIDING_WINDOW,
             layer_types=sliding,
             final_logit_softcapping=30.0,
@@ -59,10 +59,10 @@ def _build(kind: str) -> PreTrainedModel:
     )
 
 
-def make_model(kind: str = "qwen3", *, seed: int = 0) -> PreTrainedModel:
+def make_model(kind: str = "qwen3", *, seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """Weights large enough that attention to a wrong token shows in the logits."""
     torch.manual_seed(seed)
-    model = _build(kind)
+    model = _build(kind, vocabulary=vocabulary)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.15)
@@ -76,6 +76,8 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
+    """One per token; "" for the whole vocabulary, as where an event carries none."""
     ends: list[FinishReason] = field(default_factory=list)
     error: str = ""
 
@@ -89,10 +91,20 @@ class Harness:
     def __init__(self) -> None:
         self.replies: dict[str, Reply] = {}
 
-    def engine(self, model: PreTrainedModel, *, seed: int = 0, version: int = 0, **options: object) -> EmbeddedEngine:
+    def engine(
+        self,
+        model: PreTrainedModel,
+        *,
+        seed: int = 0,
+        version: int = 0,
+        grammars: GrammarCompiler | None = None,
+        **options: object,
+    ) -> EmbeddedEngine:
         settings = {"max_running": 8, "kv_tokens": 4096, "prefill_tokens": 64, **options}
         config = EngineOptions(**settings)  # pyright: ignore[reportArgumentType]
-        return EmbeddedEngine(copy.deepcopy(model), config=config, device="cpu", seed=seed, policy_version=version)
+        return EmbeddedEngine(
+            copy.deepcopy(model), config=config, grammars=grammars, device="cpu", seed=seed, policy_version=version
+        )
 
     def request(
         self, name: str, prompt: Sequence[int], max_tokens: int = 8, *, cache_key: str = "", **sampling: object
@@ -109,6 +121,8 @@ class Harness:
             reply.token_ids.extend(event.token_ids)
             reply.logprobs.extend(event.logprobs)
             reply.versions.extend([event.policy_version] * len(event.token_ids))
+            assert len(event.supports) in (0, len(event.token_ids))
+            reply.supports.extend(event.supports or (b"",) * len(event.token_ids))
             reply.error = event.error
             if event.finish_reason is not None:
                 reply.ends.append(event.finish_reason)
@@ -121,13 +135,19 @@ class Harness:
         return self.replies
 
     @torch.no_grad()
+    def scores(
+        self, model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], *, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """logits / T [T, V] of a fresh forward pass over everything, at the sampled tokens."""
+        logits_TV = model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0].float() / temperature
+        return logits_TV[len(prompt) - 1 : -1]
+
     def reference(
         self, model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], *, temperature: float = 1.0
     ) -> list[float]:
         """log_softmax(logits / T) of a fresh forward pass over everything, at the sampled tokens."""
-        logits_TV = model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0].float() / temperature
-        picked = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1]
-        return picked.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+        logprobs_TV = self.scores(model, prompt, sampled, temperature=temperature).log_softmax(-1)
+        return logprobs_TV.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
 
     def assert_close(self, got: Sequence[float], expected: Sequence[float]) -> None:
         difference = (torch.tensor(got, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)).abs()

@@ -41,9 +41,10 @@ def test_an_engine_serves_what_peft_computes(harness: Any) -> None:
 
 
 def test_merging_is_base_plus_scaled_product_in_the_base_dtype() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    linear = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Sequential(linear)
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        linear.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     merger = AdapterMerger(model, adapter=AdapterInfo(rank=1, alpha=2.0))
     tensors = {
         "base_model.model.0.lora_A.weight": torch.tensor([[1.0, 2.0]]),
@@ -52,7 +53,7 @@ def test_merging_is_base_plus_scaled_product_in_the_base_dtype() -> None:
     merged = merger.merge(tensors)
     assert merged["0.weight"].tolist() == [[7.0, 12.0], [8.0, 17.0]]
     with torch.no_grad():
-        model[0].weight.copy_(merged["0.weight"])
+        linear.weight.copy_(merged["0.weight"])
     assert merger.merge(tensors)["0.weight"].tolist() == [[7.0, 12.0], [8.0, 17.0]]
     assert merger.modules == ("0",)
 

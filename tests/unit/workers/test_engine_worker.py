@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from wingbeat.core.config import EngineConfig, PolicyConfig
+from wingbeat.core.ports import TokenEvent
+from wingbeat.core.support import decode_support
 from wingbeat.core.types import FinishReason
 from wingbeat.core.worker_protocol import (
     Abort,
@@ -30,9 +35,11 @@ from wingbeat.core.worker_protocol import (
     Welcome,
     WorkerMessage,
 )
-from wingbeat.environments.calculator.tokenizer import write_tokenizer
+from wingbeat.environments.calculator.tokenizer import build_tokenizer, write_tokenizer
+from wingbeat.tracking import ChatTemplate, parse_reply
+from wingbeat.tracking.grammar import build_grammar
 from wingbeat.weights.publish import WeightPublisher
-from wingbeat.workers.engine import EngineWorker
+from wingbeat.workers.engine import EngineWorker, Span
 from wingbeat.workers.link import Connected, Disconnected, Inbound
 
 HOST = "this-host"
@@ -40,10 +47,10 @@ VOCABULARY = 96
 Turn = list[Inbound] | Callable[[], list[Inbound]]
 
 
-def build_model(seed: int) -> PreTrainedModel:
+def build_model(seed: int, *, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -77,6 +84,17 @@ def manifests(spec: PolicySpec, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ]
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicySpec, Manifest]:
+    """A model with logits for every token of the tokenizer, served from its folder."""
+    folder = tmp_path_factory.mktemp("wide")
+    write_tokenizer(folder)
+    build_model(0, vocabulary=build_tokenizer().get_vocab_size()).save_pretrained(folder)
+    config = PolicyConfig(model=str(folder), context_tokens=128)
+    spec = PolicySpec("solver", str(folder), 128, config.model_dump(mode="json"))
+    return spec, Manifest("solver", 0, "full", "", "", "base", 0, (), base_model=str(folder))
+
+
 def generate(name: str, *, max_tokens: int = 6, stream: bool = False, **more: Any) -> Generate:
     prompt = np.arange(1, 6, dtype="<i4").tobytes()
     return Generate(name, "solver", prompt, max_tokens, stream=stream, **more)
@@ -95,7 +113,8 @@ class Driver:
         self.num_loops = 0
 
     def play(self, *script: Turn) -> None:
-        turns = iter([[self.welcome], *script])
+        first: list[Inbound] = [self.welcome]
+        turns = iter([first, *script])
 
         def receive(*, block: bool) -> list[Inbound]:
             self.num_loops += 1
@@ -171,6 +190,125 @@ def test_no_chunk_mixes_versions_and_each_token_is_of_the_version_it_names(
         expected = [by_version[version][index] for index, version in enumerate(versions)]
         assert [p for chunk in found for p in chunk.logprobs] == pytest.approx(expected, abs=1e-4)
         assert [chunk.finish for chunk in found][:-1] == [None] * (len(found) - 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_supports_stand_beside_their_tokens_across_versions(
+    driver: Driver, manifests: list[Manifest], stream: bool
+) -> None:
+    driver.play(
+        [UpdateWeights(manifests[0])],
+        [
+            generate("cut", max_tokens=9, stream=stream, top_k=4, seed=1),
+            generate("free", max_tokens=9, stream=stream),
+            generate("greedy", max_tokens=9, stream=stream, top_k=4, temperature=0.0),
+        ],
+        [],
+        [],
+        [UpdateWeights(manifests[1])],
+    )
+    found = driver.chunks("cut")
+    assert {chunk.version for chunk in found} == {0, 1} and all(c.token_ids for c in found)
+    tokens = [token for chunk in found for token in chunk.token_ids]
+    full = {version: logprobs(version, tokens) for version in (0, 1)}
+    at = 0
+    for chunk in found:
+        assert len(chunk.supports) == len(chunk.token_ids)
+        for token, logprob, blob in zip(chunk.token_ids, chunk.logprobs, chunk.supports, strict=True):
+            allowed = decode_support(blob, vocabulary=VOCABULARY)
+            assert allowed[token] and allowed.sum() == 4
+            assert logprob > full[chunk.version][at]  # the same weight among four is more than among all
+            at += 1
+    assert not any(chunk.supports for name in ("free", "greedy") for chunk in driver.chunks(name))
+
+
+def test_a_span_is_filled_where_only_later_tokens_were_restricted() -> None:
+    span = Span(3)
+    span.add(TokenEvent("r", (5,), (-1.0,), 3))
+    assert span.chunk("r").supports == ()
+    span.add(TokenEvent("r", (6, 7), (-1.0, -2.0), 3, supports=(b"\x01abcd", b"")))
+    span.add(TokenEvent("r", (8,), (-1.0,), 3))
+    chunk = span.chunk("r")
+    assert (chunk.token_ids, chunk.supports) == ((5, 6, 7, 8), (b"", b"\x01abcd", b"", b""))
+
+
+def test_a_grammar_reaches_live_and_pinned_models_and_goes_on_where_it_stood(
+    wide: tuple[PolicySpec, Manifest],
+) -> None:
+    spec, manifest = wide
+    tokenizer = build_tokenizer()
+    end = tokenizer.token_to_id("<|im_end|>")
+    grammar = "start: /[a-f]{3,5}/"
+    options: dict[str, Any] = {"max_tokens": 20, "stop_token_ids": (end,), "grammar": grammar}
+    begun = generate("begun", resumed_tokens=3, **options)
+    begun = msgspec.structs.replace(begun, prompt_ids=np.array(tokenizer.encode("xyzabc").ids, "<i4").tobytes())
+    wrong = msgspec.structs.replace(begun, request_id="wrong", resumed_tokens=4)
+    driver = Driver(spec)
+    driver.play(
+        [UpdateWeights(manifest), PinVersion(manifest)],
+        [generate("live", **options), generate("pinned", version=0, **options), begun, wrong, generate("free")],
+    )
+    for name, shortest, longest in (("live", 3, 5), ("pinned", 3, 5), ("begun", 0, 2)):
+        (chunk,) = driver.chunks(name)
+        assert chunk.finish is FinishReason.STOP and chunk.token_ids[-1] == end
+        text = tokenizer.decode(chunk.token_ids[:-1])
+        assert shortest <= len(text) <= longest and set(text) <= set("abcdef")
+        assert all(chunk.supports) and len(chunk.supports) == len(chunk.token_ids)
+    (chunk,) = driver.chunks("wrong")
+    assert chunk.finish is FinishReason.ERROR and "do not follow the grammar" in chunk.error
+    assert driver.chunks("free")[0].finish is FinishReason.LENGTH
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in {
+        "order": {
+            "type": "object",
+            "properties": {
+                "dish": {"enum": ["crêpe", "寿司", "pão"]},
+                "guests": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+                "table": {
+                    "type": "object",
+                    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 40}},
+                    "required": ["number"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["dish", "guests", "table"],
+            "additionalProperties": False,
+        },
+        "cancel": None,
+    }.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "way"), [((), {}), (("order",), {"temperature": 1.5}), (("cancel",), {"top_p": 0.9})]
+)
+def test_a_random_model_makes_the_calls_that_were_demanded(
+    wide: tuple[PolicySpec, Manifest], names: tuple[str, ...], way: dict[str, Any]
+) -> None:
+    spec, manifest = wide
+    template = ChatTemplate.load(Path(spec.model))
+    grammar = build_grammar(template, tools=TOOLS, names=names, required=True, one_call=True)
+    options = {"max_tokens": 100, "grammar": grammar, "stop_token_ids": template.eos_token_ids, **way}
+    driver = Driver(spec)
+    requests: list[Inbound] = [generate(f"r{index}", seed=index, **options) for index in range(16)]
+    driver.play([UpdateWeights(manifest)], requests)
+    called: list[str] = []
+    for index in range(16):
+        (chunk,) = driver.chunks(f"r{index}")
+        assert not chunk.error
+        if chunk.finish is FinishReason.LENGTH:
+            continue
+        reply = parse_reply(template, chunk.token_ids, tools_given=True, new_id=lambda: "call")
+        (call,) = reply.message.tool_calls
+        assert (reply.message.content, reply.tool_calls_malformed) == ("", 0)
+        called.append(call.name)
+        parameters = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == call.name)
+        jsonschema.validate(json.loads(call.arguments_text), parameters or {"maxProperties": 0})
+    assert len(called) >= 8
+    assert set(called) == set(names or ("order", "cancel"))
 
 
 def test_an_abort_ends_a_request_with_what_it_had(driver: Driver, manifests: list[Manifest]) -> None:

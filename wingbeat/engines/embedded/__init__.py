@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching over unmodified Hugging Face causal language models.
 
     submit ─▶ waiting ─▶ scheduler ─▶ step plan ─▶ one model forward ─▶ sampler ─▶ TokenEvents
-                 ▲           │             │              │
-                 └─ preempt ─┘          rows (who owns which KV) and pool (where it lies)
+                 ▲           │             │              │                │
+                 └─ preempt ─┘          rows (who owns which KV)        grammars (what may come next)
+                                        and pool (where it lies)        and supports (what could have)
 
 The model's own code runs untouched.  It calls back into :mod:`.attention` (registered with
 transformers' attention interface) and into our cache object, which write to and attend over one flat
@@ -11,8 +12,9 @@ copying, never by aliasing.
 """
 
 from wingbeat.engines.embedded.engine import EmbeddedEngine
+from wingbeat.engines.embedded.grammar import GrammarCompiler
 from wingbeat.engines.embedded.lora import AdapterMerger
 from wingbeat.engines.embedded.options import EngineOptions
 from wingbeat.engines.embedded.runs import Run, plan_runs
 
-__all__ = ["AdapterMerger", "EmbeddedEngine", "EngineOptions", "Run", "plan_runs"]
+__all__ = ["AdapterMerger", "EmbeddedEngine", "EngineOptions", "GrammarCompiler", "Run", "plan_runs"]

@@ -37,7 +37,7 @@ class RequestLimits:
                 f"prompt ({len(prompt)} tokens) plus max_tokens ({sampling.max_tokens}) exceed the engine's "
                 f"context of {self.context_tokens} tokens; shorten either, or raise kv_tokens or the context"
             )
-        return _sampling_fault(sampling)
+        return _sampling_fault(sampling) or _resumption_fault(sampling, prompt_tokens=len(prompt))
 
 
 def _sampling_fault(sampling: SamplingParams) -> str:
@@ -48,6 +48,12 @@ def _sampling_fault(sampling: SamplingParams) -> str:
     if sampling.top_k < 0:
         return f"top_k must be at least 0 (0 is off), got {sampling.top_k}"
     return ""
+
+
+def _resumption_fault(sampling: SamplingParams, *, prompt_tokens: int) -> str:
+    if 0 <= sampling.resumed_tokens <= prompt_tokens:
+        return ""
+    return f"resumed_tokens must lie in [0, {prompt_tokens}] (the prompt's length), got {sampling.resumed_tokens}"
 
 
 def resolve_limits(model: PreTrainedModel, options: EngineOptions, *, largest_row: int) -> RequestLimits:

@@ -13,18 +13,26 @@ from transformers import PreTrainedModel
 
 from wingbeat.core.errors import ConflictError
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
+from wingbeat.core.support import WHOLE_VOCABULARY
 from wingbeat.core.types import FinishReason
 from wingbeat.engines.embedded.admission import RequestLimits, resolve_limits
 from wingbeat.engines.embedded.batching import Batcher, Feed
+from wingbeat.engines.embedded.constrained import ConstrainedRequests
+from wingbeat.engines.embedded.grammar import GrammarCompiler
 from wingbeat.engines.embedded.kv import KVStore
 from wingbeat.engines.embedded.options import EngineOptions
 from wingbeat.engines.embedded.pool import ExtentPool
 from wingbeat.engines.embedded.probe import probe_layers
-from wingbeat.engines.embedded.requests import ActiveRequest, activate
+from wingbeat.engines.embedded.requests import ActiveRequest, Move, Phase, activate, apply
 from wingbeat.engines.embedded.rows import RowTable
-from wingbeat.engines.embedded.sampler import Draw, sample
+from wingbeat.engines.embedded.sampler import Draw, Drawn, sample
 from wingbeat.engines.embedded.step import ForwardStep, Segment, plan_calls
+from wingbeat.engines.embedded.supports import SupportEncoder
 from wingbeat.engines.embedded.weights import apply_weights
+
+COMPILE_WAIT_S = 0.02
+"""How long a step without other work waits for a grammar: whoever drives the engine has other engines to drive, and
+requests to abort."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -39,7 +47,8 @@ class EmbeddedEngine:
     """Samples from one Hugging Face causal language model (``core.ports.SamplingEngine``).
 
     The engine owns ``model`` from here on: it moves it to ``device``, switches it to our
-    attention function and overwrites its weights in ``update_weights``.  Not thread-safe: one loop drives it.
+    attention function and overwrites its weights in ``update_weights``.  ``grammars`` (of the model's tokenizer)
+    is needed for requests with a grammar only.  Not thread-safe: one loop drives it.
     Raises ModelSourceError where the model needs attention features that the engine cannot honour.
     """
 
@@ -49,6 +58,7 @@ class EmbeddedEngine:
         *,
         config: EngineOptions | None = None,
         stop_token_ids: Iterable[int] = (),
+        grammars: GrammarCompiler | None = None,
         device: str | torch.device = "auto",
         seed: int = 0,
         policy_version: int = 0,
@@ -64,6 +74,8 @@ class EmbeddedEngine:
         self._rows = RowTable(pool, self._store)
         self._batcher = Batcher(self._options, self._rows)
         self._stops = frozenset(stop_token_ids)
+        self._constrained = ConstrainedRequests(grammars, vocabulary=self._limits.vocabulary)
+        self._supports = SupportEncoder()
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._version = policy_version
         self._requests: dict[str, ActiveRequest] = {}
@@ -95,20 +107,30 @@ class EmbeddedEngine:
         if request.request_id in self._requests:
             raise ConflictError(f"request {request.request_id!r} is still live; every request needs its own id")
         self._ended = [event for event in self._ended if event.request_id != request.request_id]
-        fault = self._limits.fault(request)
+        grammar = request.sampling.grammar
+        stops = self._stops.union(request.sampling.stop_token_ids)
+        fault = self._limits.fault(request) or self._constrained.fault(grammar, stops=stops)
         if fault:
             self._end_unserved(request.request_id, FinishReason.ERROR, error=fault)
             return
-        active = activate(request, stops=self._stops, draw=self._draw(request))
+        active = activate(request, stops=stops, draw=self._draw(request))
         self._requests[active.id] = active
-        self._batcher.add(active)
+        if active.phase is Phase.COMPILING:
+            self._constrained.hold(active, grammar)
+        else:
+            self._batcher.add(active)
 
     def abort(self, request_id: str) -> None:
         """End a request; its ABORT event comes with the next step.  Unknown (just finished) ids are ignored."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if request is None:
+            return
+        if request.phase is Phase.COMPILING:
+            self._constrained.drop(request)
+            apply(request, Move.FINISH)
+        else:
             self._batcher.finish(request)
-            self._end_unserved(request_id, FinishReason.ABORT)
+        self._end_unserved(request_id, FinishReason.ABORT)
 
     def has_work(self) -> bool:
         """Whether ``step`` would return or compute anything; while paused only undelivered ends count."""
@@ -120,6 +142,7 @@ class EmbeddedEngine:
         events, self._ended = self._ended, []
         if self._paused:
             return events
+        self._start_compiled(events)
         feeds = self._batcher.schedule()
         if feeds:
             events.extend(self._run(feeds))
@@ -164,6 +187,20 @@ class EmbeddedEngine:
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
         return Draw(sampling.temperature, sampling.top_p, sampling.top_k, generator)
 
+    def _start_compiled(self, events: list[TokenEvent]) -> None:
+        """Queue the requests whose grammars are compiled; with nothing else to do, wait a moment for one."""
+        idle = not (self._batcher.running or self._batcher.waiting)
+        for request, fault in self._constrained.ready(wait_s=COMPILE_WAIT_S if idle else 0.0):
+            if fault:
+                del self._requests[request.id]
+                apply(request, Move.FINISH)
+                events.append(
+                    TokenEvent(request.id, (), (), self._version, finish_reason=FinishReason.ERROR, error=fault)
+                )
+            else:
+                apply(request, Move.READY)
+                self._batcher.add(request)
+
     def _end_unserved(self, request_id: str, reason: FinishReason, *, error: str = "") -> None:
         self._ended.append(TokenEvent(request_id, (), (), self._version, finish_reason=reason, error=error))
 
@@ -174,11 +211,27 @@ class EmbeddedEngine:
         self._batcher.commit(feeds)
         if not sampling:
             return []
-        tokens_B, logprobs_B = sample(logits_BV, [r.draw for r in sampling], generator=self._generator)
+        masks, faults = self._constrained.masks(sampling, logits_BV=logits_BV)
+        drawn = sample(logits_BV, [r.draw for r in sampling], generator=self._generator, masks=masks)
         # One transfer for both: the logprobs travel as the bits of integers.
-        packed_2B = torch.stack((tokens_B.int(), logprobs_B.view(torch.int32))).cpu().numpy()
+        packed_2B = torch.stack((drawn.tokens_B.int(), drawn.logprobs_B.view(torch.int32))).cpu().numpy()
         tokens, logprobs = packed_2B[0].tolist(), packed_2B[1].view(np.float32).tolist()
-        return [self._deliver(*drawn) for drawn in zip(sampling, tokens, logprobs, strict=True)]
+        supports = self._blobs(drawn, {i for i, logprob in enumerate(logprobs) if math.isfinite(logprob)})
+        events: list[TokenEvent] = []
+        for i, (request, token, logprob) in enumerate(zip(sampling, tokens, logprobs, strict=True)):
+            if i in faults:
+                events.append(self._refuse(request, faults[i]))
+            else:
+                events.append(self._deliver(request, token, logprob, support=supports.get(i, WHOLE_VOCABULARY)))
+        return events
+
+    def _blobs(self, drawn: Drawn, finite: set[int]) -> dict[int, bytes]:
+        """By row: from what the tokens of restricted rows were drawn."""
+        if drawn.allowed_RV is None:
+            return {}
+        kept = [r for r, row in enumerate(drawn.restricted) if row in finite]
+        allowed_RV = drawn.allowed_RV if len(kept) == len(drawn.restricted) else drawn.allowed_RV[kept]
+        return dict(zip((drawn.restricted[r] for r in kept), self._supports.encode(allowed_RV), strict=True))
 
     def _forward(self, feeds: Sequence[Feed], calls: Sequence[Any]) -> tuple[list[ActiveRequest], Tensor]:
         """Feed the packed tokens; logits [B, V] of the requests whose next token is due."""
@@ -208,20 +261,31 @@ class EmbeddedEngine:
         )
         return sampling, output.logits[0]
 
-    def _deliver(self, request: ActiveRequest, token: int, logprob: float) -> TokenEvent:
+    def _deliver(self, request: ActiveRequest, token: int, logprob: float, *, support: bytes) -> TokenEvent:
         if not math.isfinite(logprob):
             return self._fail(request)
+        ends = token in request.stops
+        fault = "" if ends or request.constraint is None else request.constraint.advance((token,))
+        if fault:
+            return self._refuse(request, fault)
         request.tokens.append(token)
         self._sampled_tokens += 1
         reason = None
-        if token in request.stops:
+        if ends:
             reason = FinishReason.STOP
         elif request.sampled >= request.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             del self._requests[request.id]
             self._batcher.finish(request)
-        return TokenEvent(request.id, (token,), (logprob,), self._version, finish_reason=reason)
+        supports = (support,) if support else ()
+        return TokenEvent(request.id, (token,), (logprob,), self._version, finish_reason=reason, supports=supports)
+
+    def _refuse(self, request: ActiveRequest, error: str) -> TokenEvent:
+        """End a request that its grammar leaves no way on; others and its KV are sound."""
+        del self._requests[request.id]
+        self._batcher.finish(request)
+        return TokenEvent(request.id, (), (), self._version, finish_reason=FinishReason.ERROR, error=error)
 
     def _fail(self, request: ActiveRequest) -> TokenEvent:
         """The logits are not finite: end the request and let no NaN stay in the pool."""

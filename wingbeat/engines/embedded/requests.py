@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from wingbeat.core.ports import GenerateRequest
+from wingbeat.engines.embedded.grammar import Constraint
 from wingbeat.engines.embedded.rows import Row
 from wingbeat.engines.embedded.sampler import Draw
 
@@ -13,6 +14,8 @@ from wingbeat.engines.embedded.sampler import Draw
 class Phase(Enum):
     """Where a request stands."""
 
+    COMPILING = "compiling"
+    """Held until its grammar is compiled."""
     WAITING = "waiting"
     """Queued, without a row."""
     RUNNING = "running"
@@ -23,12 +26,15 @@ class Phase(Enum):
 class Move(Enum):
     """What happens to a request."""
 
+    READY = "ready"
     ADMIT = "admit"
     PREEMPT = "preempt"
     FINISH = "finish"
 
 
 TRANSITIONS = {
+    (Phase.COMPILING, Move.READY): Phase.WAITING,
+    (Phase.COMPILING, Move.FINISH): Phase.FINISHED,
     (Phase.WAITING, Move.ADMIT): Phase.RUNNING,
     (Phase.RUNNING, Move.PREEMPT): Phase.WAITING,
     (Phase.RUNNING, Move.FINISH): Phase.FINISHED,
@@ -50,6 +56,10 @@ class ActiveRequest:
     phase: Phase = Phase.WAITING
     row: Row | None = field(default=None, repr=False)
     ever_admitted: bool = False
+    resumed_tokens: int = 0
+    """How many of the prompt's last tokens its grammar has yet to consume."""
+    constraint: Constraint | None = None
+    """Set once the grammar is compiled; None for requests without one."""
 
     @property
     def sampled(self) -> int:
@@ -71,13 +81,14 @@ def apply(request: ActiveRequest, move: Move) -> None:
 def activate(request: GenerateRequest, *, stops: frozenset[int], draw: Draw) -> ActiveRequest:
     """The engine's view of a validated request."""
     prompt = list(request.prompt_ids)
-    own_stops = request.sampling.stop_token_ids
     return ActiveRequest(
         id=request.request_id,
         tokens=prompt,
         prompt_tokens=len(prompt),
         max_tokens=request.sampling.max_tokens,
         cache_key=request.cache_key,
-        stops=stops.union(own_stops) if own_stops else stops,
+        stops=stops,
         draw=draw,
+        phase=Phase.COMPILING if request.sampling.grammar else Phase.WAITING,
+        resumed_tokens=request.sampling.resumed_tokens,
     )
