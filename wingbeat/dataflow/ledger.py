@@ -6,6 +6,7 @@ state that remains is one that a prefix of the calls had produced.
 
 Typical order: ``record_group`` -> ``record_begin`` -> ``record_finish`` (acknowledge to the client when it
 resolves) -> ``close_group`` -> ``log_batch`` (send the step to the trainer when it resolves) -> ``mark_trained``.
+Between begin and finish, ``capture_turn`` keeps each turn beside the ledger until the attempt's end is on record.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from wingbeat.core.errors import ConflictError, EpisodeClosed, NotFoundError, Se
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.evaluation import EvaluationResult
-from wingbeat.dataflow.ledger_reader import LedgerReader, connect_read_only
+from wingbeat.dataflow.ledger_captures import Captures
+from wingbeat.dataflow.ledger_reader import LedgerReader, captures_folder, connect_read_only
 from wingbeat.dataflow.ledger_rows import (
     attempt_row,
     drop_samples,
@@ -58,7 +60,8 @@ class Ledger(LedgerReader):
 
     def __init__(self, path: Path, *, lock: BinaryIO, writing: sqlite3.Connection, clock: WallClock) -> None:
         """Use :meth:`open`."""
-        super().__init__(connect_read_only(path))
+        super().__init__(connect_read_only(path), captures=Captures(captures_folder(path)))
+        self._captures.prepare()
         self._lock_file = lock
         self._clock = clock
         self._commits = CommitThread(writing)
@@ -79,12 +82,14 @@ class Ledger(LedgerReader):
             _configure(writing)
             migrate(writing)
             _adopt(writing, run)
-            return cls(path, lock=lock, writing=writing, clock=clock)
+            ledger = cls(path, lock=lock, writing=writing, clock=clock)
         except (SetupError, sqlite3.Error):
             if writing is not None:
                 writing.close()
             lock.close()
             raise
+        ledger.sweep_captures()
+        return ledger
 
     def close(self) -> None:
         """Commit what is pending and let others open the ledger; a second call does nothing."""
@@ -127,6 +132,7 @@ class Ledger(LedgerReader):
     def record_begin(self, episode_id: str, attempt: int, *, group_id: str, label: str = "") -> Future[None]:
         """An attempt began.  Fails with ConflictError where it, or a later one, had begun before."""
         now = self._clock()
+        self._captures.remove(episode_id, attempt)  # of a begin that a kill kept from the ledger
 
         def job(db: sqlite3.Connection) -> None:
             group_row(db, group_id)
@@ -142,6 +148,20 @@ class Ledger(LedgerReader):
             )
 
         return self._commits.submit(job)
+
+    def capture_turn(self, episode_id: str, attempt: int, turn: bytes) -> None:
+        """Keep a running attempt's turn; :meth:`captured_turns` gives it back also after this process was killed.
+
+        Call it before the turn is answered: once it returns, the operating system has the bytes (no disk
+        is waited for).  Raises UnavailableError where it does not take them.
+        """
+        self._captures.append(episode_id, attempt, turn)
+
+    def sweep_captures(self) -> None:
+        """Remove what ended attempts left because their server was killed between the record and the removal."""
+        for episode_id, attempt in self._captures.attempts():
+            if self._has_ended(episode_id, attempt):
+                self._captures.remove(episode_id, attempt)
 
     def record_end(
         self, episode_id: str, attempt: int, *, state: AttemptState, outcome: Outcome, message: str = ""
@@ -164,7 +184,10 @@ class Ledger(LedgerReader):
                 (state, outcome, message, now, episode_id, attempt),
             )
 
-        return self._commits.submit(job)
+        future = self._commits.submit(job)
+        if state is AttemptState.ABORTED:  # a lost one may come back
+            self._forget_turns_after(future, episode_id, attempt)
+        return future
 
     def record_finish(self, record: EpisodeRecord) -> Future[bool]:
         """An attempt finished; acknowledge it when this resolves.  False: the same finish is recorded already.
@@ -187,7 +210,18 @@ class Ledger(LedgerReader):
                 insert_samples(db, record)
             return True
 
-        return self._commits.submit(job)
+        future = self._commits.submit(job)
+        self._forget_turns_after(future, record.episode_id, record.attempt)
+        return future
+
+    def _forget_turns_after(self, write: Future[Any], episode_id: str, attempt: int) -> None:
+        """Once the end is durable, the captured turns have served."""
+
+        def forget(done: Future[Any]) -> None:
+            if done.exception() is None:
+                self._captures.remove(episode_id, attempt)
+
+        write.add_done_callback(forget)
 
     def log_batch(
         self, batch: TrainingBatch, *, group_ids: Sequence[str], dropped: Iterable[Dropped] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from wingbeat.core.samples import EpisodeSamples, TrainingBatch
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.dataflow.groups import RestoredSlot
+from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_schema import (
     SCHEMA_VERSION,
     AttemptState,
@@ -49,9 +50,10 @@ _GROUP_COLUMNS = """g.group_id, t.source, t.id AS task_id, t.payload AS task_pay
 class LedgerReader:
     """Read-only access; safe to use from several threads."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, *, captures: Captures) -> None:
         """Takes over ``connection``; use :func:`open_read_only`."""
         connection.row_factory = sqlite3.Row
+        self._captures = captures
         self._reading = connection
         self._read_lock = threading.Lock()
 
@@ -111,14 +113,42 @@ class LedgerReader:
                 for row in rows
             )
 
-    def recent_episodes(self, limit: int) -> tuple[str, ...]:
-        """Ids of the episodes that finished last, newest first."""
+    def captured_turns(self, episode_id: str, attempt: int) -> tuple[bytes, ...]:
+        """The turns of an attempt that has no record (running, lost or interrupted), in order, as they were captured.
+
+        None where the attempt finished or was aborted, or had no turn.
+        """
+        return () if self._has_ended(episode_id, attempt) else self._captures.read(episode_id, attempt)
+
+    def _has_ended(self, episode_id: str, attempt: int) -> bool:
+        query = "SELECT state FROM episodes WHERE episode_id = ? AND attempt = ?"
+        rows = self._rows(query, (episode_id, attempt))
+        return bool(rows) and rows[0]["state"] in (AttemptState.FINISHED, AttemptState.ABORTED)
+
+    def recent_episodes(self, limit: int, *, split: Split | None = None) -> tuple[str, ...]:
+        """Ids of the episodes (of one split) that finished last, newest first."""
         rows = self._rows(
-            """SELECT episode_id FROM episodes WHERE state = 'finished'
+            """SELECT episode_id FROM episodes JOIN groups USING (group_id)
+            WHERE episodes.state = 'finished' AND (? = '' OR split = ?)
             GROUP BY episode_id ORDER BY MAX(finished_s) DESC LIMIT ?""",
-            (limit,),
+            ("" if split is None else split, "" if split is None else split, limit),
         )
         return tuple(row["episode_id"] for row in rows)
+
+    def training_groups(self) -> Iterator[tuple[GroupSpec, tuple[EpisodeRecord, ...]]]:
+        """Every training group with its episodes that count, oldest first; one group in memory at a time."""
+        groups = self._rows(
+            f"""SELECT {_GROUP_COLUMNS} FROM groups g JOIN tasks t USING (task_key)
+            WHERE g.split = 'train' ORDER BY g.group_key"""
+        )
+        for group in groups:
+            rows = self._rows(
+                """SELECT * FROM episodes WHERE group_id = ? AND state = 'finished' AND outcome = 'agent'
+                ORDER BY episode_id, attempt""",
+                (group["group_id"],),
+            )
+            if rows:
+                yield _group_spec(group), tuple(_record(row) for row in rows)
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """Groups that had not closed, oldest first, with their finished members and used-up attempts."""
@@ -248,7 +278,12 @@ def open_read_only(path: Path) -> LedgerReader:
     except SetupError:
         connection.close()
         raise
-    return LedgerReader(connection)
+    return LedgerReader(connection, captures=Captures(captures_folder(path)))
+
+
+def captures_folder(path: Path) -> Path:
+    """Where the captured turns of the ledger at ``path`` are."""
+    return path.with_name("turns")
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:

@@ -1,0 +1,128 @@
+"""Turns of attempts that have not ended: what a killed server would take with it.
+
+A finished attempt's record holds its token graph; until then the graph lives in memory.  So every turn is
+also appended to a file of its attempt before its answer leaves, and the file goes when the attempt's end is
+on record.  The bytes are with the operating system then: they survive the death of the process, SIGKILL
+included, though not that of the machine (nothing is synced, and nobody waits for a disk).
+
+One file per attempt rather than a table: an append costs microseconds on the caller's own thread (a thread of
+its own would cost two hand-overs per turn), the end of an attempt frees everything by one unlink, and no
+answer ever waits for a database lock.  A file is a sequence of frames, the first one names the attempt::
+
+    frame   uint32 size | uint32 crc32 | bytes        (little-endian)
+
+What was cut off (a kill inside an append, a full disk, a power cut) fails its checksum, and reading ends before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from wingbeat.core.errors import UnavailableError
+
+FORMAT = "wingbeat-turns/1"
+SUFFIX = ".turns"
+
+_FRAME = struct.Struct("<II")
+
+
+class CaptureHeader(msgspec.Struct, frozen=True):
+    """The first frame of a file."""
+
+    format: str
+    episode_id: str
+    attempt: int
+
+
+_header_decoder = msgspec.msgpack.Decoder(CaptureHeader)
+
+
+class Captures:
+    """The files of one run; appends come from one thread, everything else from any."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` need not exist for reading."""
+        self._folder = folder
+
+    def prepare(self) -> None:
+        """Make the folder."""
+        self._folder.mkdir(exist_ok=True)
+
+    def append(self, episode_id: str, attempt: int, turn: bytes) -> None:
+        """Hand a turn to the operating system.
+
+        Raises UnavailableError where it does not take all of it; then the file is as before.
+        """
+        try:
+            file = os.open(self._path(episode_id, attempt), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                size = os.fstat(file).st_size
+                frames = _frame(turn)
+                if not size:
+                    frames = [*_frame(msgspec.msgpack.encode(CaptureHeader(FORMAT, episode_id, attempt))), *frames]
+                if os.writev(file, frames) != sum(map(len, frames)):
+                    os.ftruncate(file, size)
+                    raise UnavailableError(f"the disk took only a part of a turn of episode {episode_id}: is it full?")
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise UnavailableError(f"cannot record a turn of episode {episode_id}: {error}") from error
+
+    def read(self, episode_id: str, attempt: int) -> tuple[bytes, ...]:
+        """The turns of an attempt, in order; none where it is unknown, or its end is on record."""
+        frames = _frames_in(self._path(episode_id, attempt))
+        return () if _header_of(frames) is None else tuple(frames)
+
+    def remove(self, episode_id: str, attempt: int) -> None:
+        """Forget an attempt; harmless where nothing of it is there."""
+        self._path(episode_id, attempt).unlink(missing_ok=True)
+
+    def attempts(self) -> tuple[tuple[str, int], ...]:
+        """(episode id, attempt) of everything that is kept; files without a readable header are none."""
+        found: list[tuple[str, int]] = []
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            header = _header_of(_frames_in(path))
+            if header is not None:
+                found.append((header.episode_id, header.attempt))
+        return tuple(found)
+
+    def _path(self, episode_id: str, attempt: int) -> Path:
+        """Ids may hold anything (clients name groups), so the name is a digest."""
+        return self._folder / (hashlib.sha256(f"{attempt}:{episode_id}".encode()).hexdigest()[:32] + SUFFIX)
+
+
+def _frame(data: bytes) -> list[bytes]:
+    return [_FRAME.pack(len(data), zlib.crc32(data)), data]
+
+
+def _frames_in(path: Path) -> Iterator[bytes]:
+    """The whole frames of a file, up to the first damaged one."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        while len(head := file.read(_FRAME.size)) == _FRAME.size:
+            size, checksum = _FRAME.unpack(head)
+            data = file.read(size)
+            if len(data) != size or zlib.crc32(data) != checksum:
+                return
+            yield data
+
+
+def _header_of(frames: Iterator[bytes]) -> CaptureHeader | None:
+    """Takes the first frame; None where it is no header of ours."""
+    for first in frames:
+        try:
+            header = _header_decoder.decode(first)
+        except msgspec.MsgspecError:
+            return None
+        return header if header.format == FORMAT else None
+    return None
