@@ -90,6 +90,8 @@ class Prepared:
     sampling: SamplingParams
     enforced: dict[str, str]
     """Response headers that tell what the server decided."""
+    turn_ids: tuple[str, ...]
+    """One for each choice; the first is the response's id."""
 
 
 @dataclass(slots=True)
@@ -99,8 +101,6 @@ class Choice:
     index: int
     turn_id: str
     reply: Message
-    text: str
-    """The reply's whole text, before tool calls and reasoning were split off."""
     finish_reason: FinishReason
     stop_text: str
     """The stop string that ended it, or ""."""

@@ -35,7 +35,7 @@ from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.staleness import StalenessGate
 from wingbeat.server.director import Director, DirectorParts
 from wingbeat.server.engines import EnginePool
-from wingbeat.server.episodes import EpisodeRegistry
+from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
 from wingbeat.server.finishing import Finishing, FinishingParts
 from wingbeat.server.gateway import Gateway
@@ -48,7 +48,9 @@ from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.status import blockers
+from wingbeat.tracking.serialize import dump_turn
 from wingbeat.tracking.template import ChatTemplate
+from wingbeat.tracking.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Control:
         )
         self.rollouts = self._make_rollouts()
         self.finishing = self._make_finishing()
-        self.gateway = Gateway(self.policies, self.engines, self.metrics)
+        self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
         self._session_parts = SessionParts(self.engines, self.policies, self.events, self.changed)
         self.director = self._make_director()
@@ -142,6 +144,10 @@ class Control:
                 on_closed=self.rollouts.forget_groups,
             )
         )
+
+    def _capture(self, episode: OpenEpisode, turn: Turn) -> None:
+        """A turn that its caller may have seen must outlive this process."""
+        self.ledger.capture_turn(episode.episode_id, episode.attempt, dump_turn(episode.graph, turn))
 
     def _make_director(self) -> Director:
         return Director(
@@ -209,9 +215,11 @@ class Control:
         if self.error is None:  # else the workers wait for control's successor
             self.hub.shutdown("control stops")
             await self.hub.flush(2.0)
-        if self._tasks is not None:
-            self._tasks.cancel()
-            await asyncio.gather(self._tasks, return_exceptions=True)
+        calls = [call for episode in self.registry.open_episodes() for call in episode.calls]
+        background = [self._tasks] if self._tasks is not None else []
+        for task in (*background, *calls):
+            task.cancel()
+        await asyncio.gather(*background, *calls, return_exceptions=True)
         self.events.emit("stopped")
         self.events.close()
         self._metrics_file.close()

@@ -52,7 +52,7 @@ class EngineLink:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One generation; ``chunks`` wakes its reader."""
+    """One generation."""
 
     request_id: str
     policy: str
@@ -61,9 +61,34 @@ class Flight:
     sampling: SamplingParams
     cache_key: str
     stream: bool
-    chunks: asyncio.Queue[TokenChunk] = field(default_factory=asyncio.Queue)
     delivered: list[int] = field(default_factory=list)
     """Tokens received so far: where another engine would continue."""
+    patience: asyncio.TimerHandle | None = None
+    """Runs while no engine has it."""
+    _chunks: deque[TokenChunk] = field(default_factory=deque)
+    _reader: asyncio.Future[None] | None = None
+    _error: UnavailableError | None = None
+
+    def put(self, chunk: TokenChunk) -> None:
+        """A chunk for whoever reads :meth:`next`."""
+        self._chunks.append(chunk)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def fail(self, error: UnavailableError) -> None:
+        """There will be no more chunks."""
+        self._error = error
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def next(self) -> TokenChunk:
+        """The next chunk; waits for it without limit, or until :meth:`fail`."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._chunks.popleft()
 
 
 class EnginePool:
@@ -102,9 +127,12 @@ class EnginePool:
         self._links.remove(link)
         self._sticky = {key: other for key, other in self._sticky.items() if other is not link}
         self.requeued += len(link.flights)
-        self._waiting.extendleft(reversed(link.flights.values()))
+        stranded = tuple(link.flights.values())
+        self._waiting.extendleft(reversed(stranded))
         link.flights.clear()
         self._dispatch()
+        for flight in stranded:
+            self._limit_wait(flight)
 
     def served(self, link: EngineLink, message: WeightsServed) -> None:
         """An engine acknowledged what it now serves."""
@@ -190,10 +218,11 @@ class EnginePool:
         self._count(+1)
         self._waiting.append(flight)
         self._dispatch()
+        self._limit_wait(flight)
         finished = False
         try:
             while not finished:
-                chunk = await self._next(flight)
+                chunk = await flight.next()
                 if chunk.finish is FinishReason.ERROR:
                     finished = True
                     raise UnavailableError(f"the engine could not serve this request: {chunk.error}")
@@ -204,19 +233,19 @@ class EnginePool:
             if not finished:
                 self._abandon(flight)
 
-    async def _next(self, flight: Flight) -> TokenChunk:
-        """The next chunk; waits without limit while an engine works on it."""
-        while True:
-            try:
-                async with asyncio.timeout(self._wait_s):  # wait_for may swallow a cancellation
-                    return await flight.chunks.get()
-            except TimeoutError:
-                if flight in self._waiting:
-                    raise NoEngine(
-                        f"no engine serves policy {flight.policy!r}"
-                        + (f" version {flight.version}" if flight.version is not None else "")
-                        + f" after {self._wait_s:.0f} s; see `blockers` in /api/status"
-                    ) from None
+    def _limit_wait(self, flight: Flight) -> None:
+        """A flight that no engine has taken fails when the wait is over."""
+        if flight.patience is None and flight in self._waiting:
+            flight.patience = asyncio.get_running_loop().call_later(self._wait_s, self._expire, flight)
+
+    def _expire(self, flight: Flight) -> None:
+        pinned = f" version {flight.version}" if flight.version is not None else ""
+        flight.fail(
+            NoEngine(
+                f"no engine serves policy {flight.policy!r}{pinned} after {self._wait_s:.0f} s;"
+                " see `blockers` in /api/status"
+            )
+        )
 
     def receive(self, link: EngineLink, chunks: Sequence[TokenChunk]) -> None:
         """Tokens from an engine."""
@@ -228,7 +257,7 @@ class EnginePool:
             flight.delivered.extend(chunk.token_ids)
             if chunk.finish is not None:
                 del link.flights[chunk.request_id]
-            flight.chunks.put_nowait(chunk)
+            flight.put(chunk)
 
     def forget(self, cache_key: str) -> None:
         """The episode is over: no more turns to keep on one engine."""
@@ -256,6 +285,9 @@ class EnginePool:
 
     def _send(self, link: EngineLink, flight: Flight) -> None:
         link.flights[flight.request_id] = flight
+        if flight.patience is not None:
+            flight.patience.cancel()
+            flight.patience = None
         prompt = flight.prompt_ids
         if flight.delivered:
             prompt = np.concatenate([prompt, np.asarray(flight.delivered, INT_DTYPE)])
@@ -274,10 +306,14 @@ class EnginePool:
                 cache_key=flight.cache_key,
                 version=flight.version,
                 stream=flight.stream,
+                grammar=s.grammar,
+                resumed_tokens=s.resumed_tokens + len(flight.delivered),
             )
         )
 
     def _abandon(self, flight: Flight) -> None:
+        if flight.patience is not None:
+            flight.patience.cancel()
         if flight in self._waiting:
             self._waiting.remove(flight)
         for link in self._links:

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from wingbeat.core.errors import (
     AuthenticationError,
@@ -28,7 +29,8 @@ from wingbeat.core.errors import (
 from wingbeat.core.protocol import BeginReply, FinishReply, TaskModel
 from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.keys import RoleKeys, bearer, digest
+from wingbeat.server.keys import RoleKeys, bearer, digest, keys_in
+from wingbeat.server.replays import ReplayBook, SeenCalls
 from wingbeat.tracking.graph import EpisodeGraph
 
 REMEMBERED = 20_000
@@ -84,6 +86,18 @@ class OpenEpisode:
     """The write that makes the finish durable; repeats wait for it, too."""
     finish_reply: FinishReply | None = None
     turn_numbers: itertools.count[int] = field(default_factory=itertools.count)
+    undelivered: set[str] = field(default_factory=set)
+    """Turns (begun ones, too) whose reply no caller has received."""
+    resampled: set[str] = field(default_factory=set)
+    """Turns whose retry had to be sampled anew."""
+    graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while another thread reads the graph, and to append to it."""
+    seen: SeenCalls = field(default_factory=SeenCalls)
+    """Its model calls, for their retries."""
+    instructed: set[str] = field(default_factory=set)
+    """Turns whose system message was sent beside the conversation, for that request alone."""
+    tools_by_digest: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The distinct tool lists of committed turns: a call may refer to them by an earlier turn."""
 
     @property
     def split(self) -> Split:
@@ -93,9 +107,9 @@ class OpenEpisode:
     def num_sampled(self) -> int:
         return self.graph.num_sampled_tokens
 
-    def new_turn_id(self) -> str:
+    def new_turn_id(self, prefix: str = "chatcmpl-") -> str:
         """Response ids are unique over the server: clients key on them."""
-        return f"chatcmpl-{self.episode_id}-{self.attempt}-{next(self.turn_numbers)}"
+        return f"{prefix}{self.episode_id}-{self.attempt}-{next(self.turn_numbers)}"
 
     def become(self, state: EpisodeState) -> None:
         """Change state.  Raises EpisodeClosed where the table forbids it."""
@@ -116,6 +130,7 @@ class EpisodeRegistry:
     """Finds attempts by id and by key."""
 
     def __init__(self, keys: RoleKeys, *, clock: Callable[[], float]) -> None:
+        self.replays = ReplayBook()
         self._keys = keys
         self._clock = clock
         self._by_id: dict[str, OpenEpisode] = {}
@@ -147,8 +162,11 @@ class EpisodeRegistry:
         return self._by_id.get(episode_id)
 
     def remember(self, episode: OpenEpisode) -> None:
-        """Let go of an ended attempt's tokens; keep its end for later calls."""
+        """Let go of an ended attempt's tokens and answers; keep its end for later calls."""
         episode.graph = EpisodeGraph(episode.episode_id)
+        self.replays.forget(episode.seen)
+        for marks in (episode.undelivered, episode.resampled, episode.instructed, episode.tools_by_digest):
+            marks.clear()
         self._ended[episode.key_digest] = episode
         while len(self._ended) > REMEMBERED:
             key, old = self._ended.popitem(last=False)
@@ -158,16 +176,17 @@ class EpisodeRegistry:
 
     def by_key(self, headers: Mapping[str, str], path_key: str = "") -> OpenEpisode:
         """The attempt whose key a model call carries.  Raises AuthenticationError."""
-        key = path_key or bearer(headers)
-        if not key:
+        keys = (path_key,) if path_key else keys_in(headers)
+        if not keys:
             raise AuthenticationError("no API key: use the `api_key` that beginning the episode returned")
-        episode = self._by_key.get(digest(key))
-        if episode is None:
-            raise AuthenticationError(
-                "this API key belongs to no episode of this server; it has expired or is another server's."
-                " Begin an episode and use its `api_key`"
-            )
-        return episode
+        for key in keys:
+            episode = self._by_key.get(digest(key))
+            if episode is not None:
+                return episode
+        raise AuthenticationError(
+            "this API key belongs to no episode of this server; it has expired or is another server's."
+            " Begin an episode and use its `api_key`"
+        )
 
     def by_id(self, episode_id: str, headers: Mapping[str, str]) -> OpenEpisode:
         """The attempt that an episode call means: the key's own, or the current one for an admin.

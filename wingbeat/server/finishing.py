@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -195,6 +195,7 @@ class Finishing:
 
     def _record(self, episode: OpenEpisode, request: FinishRequest, digest: str) -> EpisodeRecord:
         """Everything about the attempt that must be durable."""
+        _mark_superseded(episode)
         turns = episode.graph.turns
         credit = Credit(
             agents={(t.policy, t.agent) for t in turns},
@@ -213,24 +214,7 @@ class Finishing:
                 rewards.setdefault(policy, request.rewards.policies[policy])
             elif own:
                 rewards.setdefault(policy, sum(own) / len(own))
-        samples: list[EpisodeSamples] = []
-        if is_agent and episode.split is Split.TRAIN:
-            for policy in trainable:
-                for reason, count in count_untrainable(episode.graph, policy=policy).items():
-                    self._parts.metrics.untrainable.labels(policy, reason).inc(count)
-                for agent, parts in build_samples(episode.graph, policy=policy, episode_id=episode.episode_id).items():
-                    samples.append(
-                        EpisodeSamples(
-                            episode_id=episode.episode_id,
-                            attempt=episode.attempt,
-                            group_id=episode.group.id,
-                            policy=policy,
-                            agent=agent,
-                            reward=assigned[(policy, agent)],
-                            samples=parts,
-                            truncated=(policy, agent) in episode.truncated,
-                        )
-                    )
+        samples = self._samples(episode, trainable, assigned) if is_agent and episode.split is Split.TRAIN else ()
         return EpisodeRecord(
             episode_id=episode.episode_id,
             attempt=episode.attempt,
@@ -239,7 +223,7 @@ class Finishing:
             finish_digest=digest,
             rewards=rewards,
             metrics=dict(request.metrics),
-            samples=tuple(samples),
+            samples=samples,
             graph=dump_graph(episode.graph),
             label=episode.label,
             message=request.message,
@@ -247,6 +231,42 @@ class Finishing:
             created_s=episode.began_s,
             finished_s=time.time(),
         )
+
+    def _samples(
+        self, episode: OpenEpisode, policies: Sequence[str], rewards: Mapping[tuple[str, str], float]
+    ) -> tuple[EpisodeSamples, ...]:
+        """What each policy and agent trains on, and what it cannot, counted by reason."""
+        samples: list[EpisodeSamples] = []
+        for policy in policies:
+            keeps = self._parts.policies[policy].config.train_superseded
+            for reason, count in count_untrainable(episode.graph, policy=policy, train_superseded=keeps).items():
+                self._parts.metrics.untrainable.labels(policy, reason).inc(count)
+            built = build_samples(episode.graph, policy=policy, episode_id=episode.episode_id, train_superseded=keeps)
+            for agent, parts in built.items():
+                samples.append(
+                    EpisodeSamples(
+                        episode_id=episode.episode_id,
+                        attempt=episode.attempt,
+                        group_id=episode.group.id,
+                        policy=policy,
+                        agent=agent,
+                        reward=rewards[(policy, agent)],
+                        samples=parts,
+                        truncated=(policy, agent) in episode.truncated,
+                    )
+                )
+        return tuple(samples)
+
+
+def _mark_superseded(episode: OpenEpisode) -> None:
+    """Tell the graph which replies nobody received, and which were sampled again."""
+    for turn in episode.graph.turns:
+        if turn.turn_id in episode.undelivered:
+            episode.graph.mark_undelivered(turn.turn_id)
+        else:
+            episode.graph.mark_delivered(turn.turn_id)
+        if turn.turn_id in episode.resampled:
+            episode.graph.mark_resampled(turn.turn_id)
 
 
 def _cancel_calls(episode: OpenEpisode) -> None:

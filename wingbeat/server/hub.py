@@ -109,12 +109,14 @@ class WorkerHub:
         return message
 
     async def _receive(self, socket: WebSocket, session: WorkerSession) -> None:
+        clock = asyncio.get_running_loop().time
         try:
-            while True:
-                async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self._silence_s) as silence:
+                while True:
                     frame = await socket.receive_bytes()
-                for message in decode_from_worker(frame):
-                    session.receive(message)
+                    silence.reschedule(clock() + self._silence_s)
+                    for message in decode_from_worker(frame):
+                        session.receive(message)
         except TimeoutError:
             logger.warning("a worker was silent for %.0f s; closing its link", self._silence_s)
             with contextlib.suppress(RuntimeError):

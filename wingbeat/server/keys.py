@@ -24,11 +24,15 @@ def new_episode_key() -> str:
 
 
 def bearer(headers: Mapping[str, str]) -> str:
-    """The key of a request (``Authorization: Bearer`` or ``x-api-key``), or "" without one."""
+    """The key of a request, or "" without one."""
+    return next(iter(keys_in(headers)), "")
+
+
+def keys_in(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys of a request: ``Authorization: Bearer``, then ``x-api-key`` (SDKs may send a stray one in the other)."""
     value = headers.get("authorization", "")
-    if value[:7].lower() == "bearer ":
-        return value[7:].strip()
-    return headers.get("x-api-key", "").strip()
+    given = (value[7:].strip() if value[:7].lower() == "bearer " else "", headers.get("x-api-key", "").strip())
+    return tuple(key for key in given if key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class ControlMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._turn_children: dict[str, tuple[Counter, Counter, Histogram]] = {}
         r = self.registry
         self.turns = Counter("wingbeat_turns", "Model calls answered.", ["policy"], registry=r)
         self.sampled_tokens = Counter("wingbeat_sampled_tokens", "Tokens sampled.", ["policy"], registry=r)
@@ -21,6 +22,7 @@ class ControlMetrics:
             "wingbeat_turn_seconds", "Seconds from prompt to the last token.", ["policy"], buckets=BUCKETS_S, registry=r
         )
         self.forks = Counter("wingbeat_forks", "Turns whose prompt extends no earlier turn.", ["policy"], registry=r)
+        self.replays = Counter("wingbeat_replays", "Retries answered from an earlier or running call.", registry=r)
         self.malformed_tool_calls = Counter(
             "wingbeat_malformed_tool_calls", "Tool calls that are no JSON; kept as text.", ["policy"], registry=r
         )
@@ -50,9 +52,18 @@ class ControlMetrics:
         )
 
     def turn(self, policy: str, num_tokens: int, seconds: float) -> None:
-        self.turns.labels(policy).inc()
-        self.sampled_tokens.labels(policy).inc(num_tokens)
-        self.turn_seconds.labels(policy).observe(seconds)
+        turns, tokens, duration = self._of_turns(policy)
+        turns.inc()
+        tokens.inc(num_tokens)
+        duration.observe(seconds)
+
+    def _of_turns(self, policy: str) -> tuple[Counter, Counter, Histogram]:
+        """The children of a policy, looked up once: this is the hot path."""
+        found = self._turn_children.get(policy)
+        if found is None:
+            found = self.turns.labels(policy), self.sampled_tokens.labels(policy), self.turn_seconds.labels(policy)
+            self._turn_children[policy] = found
+        return found
 
     def set_discarded(self, policy: str, reason: str, num_episodes: int) -> None:
         self.discarded.labels(policy, reason).set(num_episodes)

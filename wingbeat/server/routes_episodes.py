@@ -35,7 +35,7 @@ from wingbeat.core.types import Task
 from wingbeat.server.control import Control
 from wingbeat.server.episodes import OpenEpisode, task_model
 from wingbeat.server.keys import RoleKeys
-from wingbeat.server.routes_chat import decode_json, unless_gone
+from wingbeat.server.requests import decode_json, unless_gone
 from wingbeat.server.sources import SavedSource, save_source
 from wingbeat.server.status import policy_reply, status_reply
 

@@ -1,41 +1,51 @@
-"""The text of a turn while it grows: what is final, where a stop string ended it.  Pure."""
+"""A turn while it grows: its tokens and their facts, its text, and what ends it.  Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from wingbeat.core.types import FinishReason
+from wingbeat.core.worker_protocol import TokenChunk
+from wingbeat.server.visible import Kind, TextRules, Visibility, call_begin, call_mark
 from wingbeat.tracking.messages import Message
-from wingbeat.tracking.parsing import MARKERS, PYTHON_TAG, Reply
-from wingbeat.tracking.template import ChatTemplate, ToolFormat
-
-THINK = "<think>"
-TOOL_CALL = "<tool_call>"
+from wingbeat.tracking.parsing import Reply
+from wingbeat.tracking.template import ChatTemplate
 
 
 @dataclass(slots=True)
 class Generated:
     """What has been sampled of one turn so far."""
 
+    is_truncated: bool = False
+    """The sampling leaves out part of the vocabulary, so that a logprob is worth nothing without its support."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
+    """One per token where the sampling is truncated, else none."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Run-length: (version, count)."""
     finish: FinishReason = FinishReason.ABORT
 
-    def extend(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], version: int) -> None:
-        if not token_ids:
+    def extend(self, chunk: TokenChunk) -> None:
+        """Take a chunk.  A logprob whose support is missing becomes NaN: it could not be recomputed."""
+        count = len(chunk.token_ids)
+        if not count:
             return
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + len(token_ids))
+        self.token_ids.extend(chunk.token_ids)
+        if self.is_truncated:
+            known = len(chunk.supports) == count
+            self.supports.extend(chunk.supports if known else (b"",) * count)
+            self.logprobs.extend(chunk.logprobs if known else (float("nan"),) * count)
         else:
-            self.versions.append((version, len(token_ids)))
+            self.logprobs.extend(chunk.logprobs)
+        if self.versions and self.versions[-1][0] == chunk.version:
+            self.versions[-1] = (chunk.version, self.versions[-1][1] + count)
+        else:
+            self.versions.append((chunk.version, count))
 
     def truncate(self, count: int) -> None:
         """Keep the first ``count`` tokens."""
-        del self.token_ids[count:], self.logprobs[count:]
+        del self.token_ids[count:], self.logprobs[count:], self.supports[count:]
         kept: list[tuple[int, int]] = []
         for version, length in self.versions:
             room = count - sum(n for _, n in kept)
@@ -45,17 +55,16 @@ class Generated:
 
 
 class TextStream:
-    """The text of a growing turn: finds stop strings, and tells which text is final.
+    """The text of a growing turn: finds what ends it, and tells which text is final.
 
-    Invariant: what was sent is a prefix of the reply's content.  Text that may yet turn out to be a
-    tool call, reasoning, half a character or half a stop string is held back, and so is whitespace that
-    would be stripped beside a tool call; what is held comes with :meth:`rest`.
+    Invariant: what was sent is a prefix of the reply's reasoning, then of its content; what was held back
+    comes with :meth:`rest`.
     """
 
-    def __init__(self, template: ChatTemplate, stop: tuple[str, ...], *, tools_given: bool) -> None:
+    def __init__(self, template: ChatTemplate, rules: TextRules) -> None:
         self._template = template
-        self._stop = stop
-        self._tools_given = tools_given
+        self._rules = rules
+        self._keep = frozenset[str]() if rules.plain else template.markers
         self._text = ""
         self._settled = ""
         """Text before ``_start``'s tokens' own."""
@@ -63,29 +72,54 @@ class TextStream:
         """Tokens from here are decoded anew with every feed: a few, so that a long turn costs linear time."""
         self._read = 0
         """Tokens before this stand in ``_settled``; those from ``_start`` on only give the decoder context."""
-        self._sent = 0
-        self._found = ""
+        self._visibility = Visibility(rules, template)
+        self._searched = 0
+        """Nothing that ends the turn begins before."""
+        self._first_call = -1
+        """Where the first tool call is marked, if a second one ends the turn."""
+        self.stop_text = ""
         """The stop string that ended the turn."""
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self._found)
+        self.stopped = False
 
     def feed(self, generated: Generated) -> bool:
-        """Take what was generated so far; True when a stop string ended the turn (tokens are cut there)."""
+        """Take what was generated so far; True when the turn ends here (its tokens are cut accordingly)."""
+        settled = len(self._settled)
         self._text = self._grow(generated.token_ids)
-        found = [(at, s) for s in self._stop if (at := self._text.find(s)) >= 0]
-        if not found:
-            return False
-        at, self._found = min(found)
-        generated.truncate(self._tokens_until(generated.token_ids, self._found))
+        ends = [
+            (at, stop)
+            for stop in self._rules.stop
+            if (at := self._text.find(stop, max(0, self._searched - len(stop)))) >= 0
+        ]
+        second = self._second_call() if self._rules.one_call else -1
+        self._searched = settled
+        if second >= 0 and (not ends or second < min(ends)[0]):
+            self._cut(generated, second, self._tokens_within(generated.token_ids, second))
+        elif ends:
+            at, self.stop_text = min(ends)
+            self._cut(generated, at, self._tokens_until(generated.token_ids, self.stop_text))
+        return self.stopped
+
+    def _second_call(self) -> int:
+        """Where a second tool call begins; -1 for nowhere, and in families that do not mark each call."""
+        mark = call_mark(self._template)
+        if not mark:
+            return -1
+        if self._first_call < 0:
+            self._first_call = self._text.find(mark, max(0, self._searched - len(mark)))
+        if self._first_call < 0:
+            return -1
+        second = self._text.find(mark, max(self._first_call + len(mark), self._searched - len(mark)))
+        return call_begin(self._text, second, self._template) if second >= 0 else -1
+
+    def _cut(self, generated: Generated, at: int, num_tokens: int) -> None:
+        generated.truncate(num_tokens)
         self._text = self._text[:at]
-        return True
+        self.stopped = True
 
     def _grow(self, token_ids: list[int]) -> str:
         """The text of all tokens; whole characters settle, half ones wait for their other half."""
-        context = self._decode(token_ids[self._start : self._read])
-        news = self._decode(token_ids[self._start :])[len(context) :]
+        context = self.decode(token_ids[self._start : self._read])
+        news = self.decode(token_ids[self._start :])[len(context) :]
         text = self._settled + news
         if news and not news.endswith("\ufffd"):
             self._settled, self._start, self._read = text, self._read, len(token_ids)
@@ -96,62 +130,68 @@ class TextStream:
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
-            if stop in self._decode(token_ids[:middle]):
+            if stop in self.decode(token_ids[:middle]):
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _tokens_within(self, token_ids: list[int], length: int) -> int:
+        """The most tokens whose text is no longer than ``length``."""
+        low, high = 0, len(token_ids)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(self.decode(token_ids[:middle])) <= length:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Their text, without the token that ends a turn."""
         if token_ids and token_ids[-1] in self._template.eos_token_ids:
             token_ids = token_ids[:-1]
-        return self._template.decode(self._template.drop_special(token_ids, keep=MARKERS))
+        return self._template.decode(self._template.drop_special(token_ids, keep=self._keep))
 
-    def delta(self) -> str:
-        """Text that became final since the last call."""
-        end = self._sent if self.stopped else self._final_length()
-        text, self._sent = self._text[self._sent : end], max(self._sent, end)
-        return text
+    # --- what may be sent ---------------------------------------------------------------------
 
-    def _final_length(self) -> int:
-        """How much of the text is content, whatever follows."""
-        text, start = self._text, self._text.lstrip()
-        if self._template.opens_reasoning or THINK.startswith(start[: len(THINK)]):
-            return 0
-        end = min((_hold_from(text, stop) for stop in self._stop), default=len(text))
-        if self._tools_given and self._template.tool_format is ToolFormat.LLAMA3:  # a call is the whole reply
-            if start.startswith("{") or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)]):
-                return 0
-        elif self._tools_given:
-            if text[:1].isspace():
-                return 0
-            end = len(text[: min(end, _hold_from(text, TOOL_CALL))].rstrip())
-        return min(end, len(text.rstrip("\ufffd")))
+    def deltas(self) -> list[tuple[Kind, str]]:
+        """What became final since the last call, reasoning first."""
+        return [] if self.stopped else self._visibility.advance(self._text)
 
-    def rest(self, reply: Message) -> str:
-        """What of the final content was not sent yet."""
-        content = reply.content or ""
-        return content[self._sent :] if content.startswith(self._text[: self._sent]) else ""
+    def rest(self, reply: Message) -> list[tuple[Kind, str]]:
+        """What of the finished reply was not sent yet."""
+        wholes: tuple[tuple[Kind, str], ...] = (("reasoning", reply.reasoning), ("content", reply.content))
+        left: list[tuple[Kind, str]] = []
+        for kind, whole in wholes:
+            sent = self._visibility.shown(kind)
+            if len(whole) > len(sent) and whole.startswith(sent):
+                left.append((kind, whole[len(sent) :]))
+        return left
 
     def trim(self, parsed: Reply) -> Message:
         """The reply's message, cut at the stop string."""
-        if not self.stopped:
+        if not self.stop_text:
             return parsed.message
         message = parsed.message
-        content = message.content.partition(self._found)[0]
+        content = message.content.partition(self.stop_text)[0]
         return replace(
             message,
             content=content.rstrip() if message.tool_calls else content,
-            reasoning=message.reasoning.partition(self._found)[0],
+            reasoning=message.reasoning.partition(self.stop_text)[0],
         )
 
+    def keep_sent(self, generated: Generated) -> Message | None:
+        """Cut an abandoned turn to what its caller was sent, and that as its reply; None where nothing was.
 
-def _hold_from(text: str, marker: str) -> int:
-    """Where text must be held back because ``marker`` stands or may be beginning there."""
-    at = text.find(marker)
-    if at >= 0:
-        return at
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return len(text) - length
-    return len(text)
+        Only so can the caller continue from it: it knows nothing else.
+        """
+        reasoning, content = self._visibility.shown("reasoning"), self._visibility.shown("content")
+        if not (reasoning or content):
+            return None
+        ids, sent = generated.token_ids, self._text[: self._visibility.until]
+        count = self._tokens_within(ids, len(sent) - 1) + 1
+        while count < len(ids) and not self.decode(ids[:count]).startswith(sent):  # not amid a character
+            count += 1
+        generated.truncate(count)
+        return Message("assistant", content, reasoning=reasoning)

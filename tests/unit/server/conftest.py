@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from wingbeat.core.config import Config
+from wingbeat.core.config import Config, PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.types import Split, Task
 from wingbeat.core.worker_protocol import ControlMessage, Manifest, PolicySpec, TokenChunk, WeightsServed
@@ -32,9 +32,11 @@ from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import HostContext, PolicyHost
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK
 from wingbeat.tracking.template import ChatTemplate
 
 CHATML = (
+    "{% for tool in tools or () %}{{ tool.function.name }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -43,6 +45,15 @@ FAMILIES = {
     "hermes": (CHATML, MARKED),
     "opened": (CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"), MARKED),
     "llama3": (CHATML, ("<|python_tag|>",)),
+    "mistral": (CHATML + "{# [TOOL_CALLS] #}", ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")),
+    "deepseek": (
+        CHATML + f"{{# {DEEPSEEK_CALLS[0]} #}}",
+        (*THINK, *DEEPSEEK_CALLS, *DEEPSEEK_CALL, DEEPSEEK_SEPARATOR),
+    ),
+    "harmony": (
+        CHATML + "{# <|channel|> #}",
+        ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    ),
 }
 
 
@@ -143,6 +154,8 @@ class Desk:
     metrics: ControlMetrics
     writes: list[Future[Any]] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
+    captured: list[str] = field(default_factory=list)
+    """The turns that were made durable, in order."""
     complete: bool = False
     stopping: bool = False
 
@@ -184,7 +197,9 @@ class Desk:
                 on_closed=self.rollouts.forget_groups,
             )
         )
-        self.gateway = Gateway(self.policies, self.engines, self.metrics)
+        self.gateway = Gateway(
+            self.policies, self.engines, self.metrics, capture=lambda episode, turn: self.captured.append(turn.turn_id)
+        )
 
     @property
     def solver(self) -> PolicyHost:
@@ -205,7 +220,13 @@ class Desk:
 def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Iterator[Callable[..., Desk]]:
     desks: list[Desk] = []
 
-    def build(*, policies: dict[str, dict[str, Any]] | None = None, steps: int = 10, **dataflow: Any) -> Desk:
+    def build(
+        *,
+        policies: dict[str, dict[str, Any]] | None = None,
+        steps: int = 10,
+        server: dict[str, Any] | None = None,
+        **dataflow: Any,
+    ) -> Desk:
         settings = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1, "straggler_wait_s": 5.0, **dataflow}
         models = {name: {"model": "m", **more} for name, more in (policies or {"solver": {}}).items()}
         config = Config.model_validate(
@@ -213,7 +234,7 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
                 "run": {"steps": steps},
                 "policies": models,
                 "dataflow": settings,
-                "server": {"begin_wait_s": 0, "heartbeat_s": 1, "idle_timeout_s": 100},
+                "server": {"begin_wait_s": 0, "heartbeat_s": 1, "idle_timeout_s": 100, **(server or {})},
             }
         )
         desk = _desk(config, tmp_path / f"desk-{len(desks)}", template, clock)
@@ -224,6 +245,11 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
     for desk in desks:
         desk.ledger.close()
         desk.events.close()
+
+
+def _context_tokens(policy: PolicyConfig) -> int:
+    """Few, where the test does not say how many."""
+    return policy.context_tokens if "context_tokens" in policy.model_fields_set else 64
 
 
 def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClock) -> Desk:
@@ -245,7 +271,7 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
     )
     policies = {
         name: PolicyHost(
-            PolicySpec(name, "base", 64, policy.model_dump(mode="json")),
+            PolicySpec(name, "base", _context_tokens(policy), policy.model_dump(mode="json")),
             template=template,
             buffer=PolicyBuffer(name, groups_per_step=dataflow.groups_per_step, max_staleness=dataflow.max_staleness),
             gate=StalenessGate(dataflow.max_staleness, dataflow.groups_per_step),

@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
-from wingbeat.server.chat import HONOURED, NO_EFFECT, REFUSED_UNLESS, ChatCall, parse_chat
+from wingbeat.server.calls import ChatPrompt, ModelCall, ToolChoice
+from wingbeat.server.dialects.chat import CHAT, HONOURED, NO_EFFECT, REFUSED_UNLESS
+from wingbeat.tracking.messages import Message
+
+parse_chat = CHAT.parse
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FIELDS = sorted(HONOURED | NO_EFFECT | set(REFUSED_UNLESS) | {"made_up"})
@@ -21,20 +25,25 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def test_the_smallest_request_has_the_documented_defaults() -> None:
-    assert parse_chat(body()) == ChatCall(
+    assert parse_chat(body()) == ModelCall(
         policy="solver",
         agent="",
-        messages=MESSAGES,
+        prompt=ChatPrompt((Message("user", "hi"),)),
         tools=None,
+        tool_choice=ToolChoice("auto"),
+        one_tool_call=False,
+        schema=None,
         stream=False,
         include_usage=False,
         temperature=None,
         top_p=1.0,
+        top_k=0,
         max_tokens=None,
         n=1,
         stop=(),
         seed=None,
         logprobs=False,
+        return_token_ids=False,
     )
 
 
@@ -44,23 +53,27 @@ def test_every_honoured_field_arrives() -> None:
         body(
             model="solver:critic",
             tools=tools,
-            tool_choice="auto",
+            tool_choice="required",
+            parallel_tool_calls=False,
             stream=True,
             stream_options={"include_usage": True},
             temperature=0,
             top_p=0.5,
+            top_k=20,
             max_tokens=9,
             max_completion_tokens=7,
             n=3,
             stop=["a", "b"],
             seed=-4,
             logprobs=True,
-            response_format={"type": "text"},
+            return_token_ids=True,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
         )
     )
     assert (call.policy, call.agent, call.tools) == ("solver", "critic", tools)
-    assert call.stream and call.include_usage and call.logprobs
-    assert (call.temperature, call.top_p, call.max_tokens, call.n) == (0.0, 0.5, 7, 3)
+    assert (call.tool_choice, call.one_tool_call, call.schema) == (ToolChoice("required"), True, {"type": "object"})
+    assert call.stream and call.include_usage and call.logprobs and call.return_token_ids
+    assert (call.temperature, call.top_p, call.top_k, call.max_tokens, call.n) == (0.0, 0.5, 20, 7, 3)
     assert (call.stop, call.seed) == (("a", "b"), -4)
 
 
@@ -82,11 +95,13 @@ BAD = {
     "model": ["", None, 3],
     "messages": [[], None, "hi", {}],
     "tools": ["x", [3], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]],
-    "tool_choice": ["required", {"type": "function"}, "sometimes", 1, []],
+    "tool_choice": [{"type": "function"}, "sometimes", 1, [], {"type": "allowed_tools"}],
+    "parallel_tool_calls": [0, "no"],
     "stream": [1, "yes"],
     "stream_options": [[], "x", 0],
     "temperature": [-0.1, 10.5, "1", True, float("nan"), float("inf")],
     "top_p": [0, 1.1, False],
+    "top_k": [-2, 1.5, True],
     "max_tokens": [0, -1, 1.5, True],
     "max_completion_tokens": [0, "9"],
     "n": [0, 65, 1.0],
@@ -94,7 +109,8 @@ BAD = {
     "seed": [1.0, 2**63],
     "logprobs": ["true", 0],
     "top_logprobs": [1, "x"],
-    "response_format": [{"type": "json_object"}, "text"],
+    "response_format": [{"type": "xml"}, "text", {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}],
+    "return_token_ids": [1, "yes"],
     "made_up": [1, None],
 }
 
@@ -128,11 +144,63 @@ def test_a_schema_nested_beyond_the_stack_is_refused_and_not_a_server_error() ->
         parse_chat(body(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}]))
 
 
-def test_tool_choice_none_hides_the_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert parse_chat(body(tools=tools, tool_choice="none")).tools is None
-    assert parse_chat(body(tools=tools, tool_choice="auto")).tools == tools
-    assert parse_chat(body(tools=[])).tools is None
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+
+
+@pytest.mark.parametrize(
+    ("value", "choice"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("none", ToolChoice("none")),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "function": {"name": "sub"}}, ToolChoice("required", ("sub",))),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOLS[1], TOOLS[0]]}},
+            ToolChoice("required", ("sub", "add")),
+        ),
+    ],
+)
+def test_every_form_of_tool_choice(value: Any, choice: ToolChoice) -> None:
+    call = parse_chat(body(tools=TOOLS, tool_choice=value))
+    assert (call.tool_choice, call.tools) == (choice, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, "`tools` is empty"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS},
+            "none of `tools`: add, sub",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}}, "send only"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "names must be unique"),
+    ],
+)
+def test_a_choice_of_tools_that_are_not_there_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_chat(body(**fields))
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {}),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "array"}, "strict": True}}, {"type": "array"}),
+    ],
+)
+def test_every_form_of_response_format(value: Any, schema: Any) -> None:
+    assert parse_chat(body(response_format=value)).schema == schema
+
+
+def test_the_messages_of_a_call_are_canonical() -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert parse_chat(body(messages=[{"role": "user", "content": parts, "name": None}])) == parse_chat(body())
+    with pytest.raises(UnsupportedField, match="image_url"):
+        parse_chat(body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]))
 
 
 JSON = st.recursive(

@@ -6,18 +6,29 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from wingbeat.core.errors import ContextOverflow, OverloadedError, RequestError, UnknownPolicy, UnsupportedField
+from wingbeat.core.errors import (
+    ContextOverflow,
+    EpisodeClosed,
+    NoEngine,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownPolicy,
+)
+from wingbeat.core.support import encode_support
 from wingbeat.core.types import FinishReason, Split, Task
-from wingbeat.core.worker_protocol import Generate
+from wingbeat.core.worker_protocol import Generate, TokenChunk
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server import responses
-from wingbeat.server.chat import parse_chat
+from wingbeat.server.calls import Choice, TextDelta
+from wingbeat.server.dialects.chat import CHAT
 from wingbeat.server.episodes import EpisodeState, OpenEpisode
-from wingbeat.server.gateway import Choice
+from wingbeat.server.error_answers import error_body, error_headers, error_response
 from wingbeat.tracking.graph import EpisodeGraph
+from wingbeat.tracking.timelines import count_untrainable
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 
@@ -37,7 +48,7 @@ class Talk:
 
     def prepare(self, **fields: Any) -> Any:
         body = {"model": "solver", "messages": [{"role": "user", "content": "hi"}], **fields}
-        return self.desk.gateway.prepare(self.episode, parse_chat(body))
+        return self.desk.gateway.prepare(self.episode, CHAT.parse(body))
 
     async def reply(self, text: str, *, finish: FinishReason = FinishReason.STOP, number: int = 0) -> None:
         """Say ``text`` to the request of this number, token by token where it streams."""
@@ -54,22 +65,19 @@ class Talk:
         call = asyncio.create_task(self.desk.gateway.complete(self.episode, prepared))
         for number in range(prepared.call.n):
             await self.reply(text, finish=finish, number=number)
-        return ChatCompletion.model_validate(json.loads(responses.completion(prepared, await call)), strict=True)
+        return ChatCompletion.model_validate(json.loads(CHAT.answer(prepared, await call)), strict=True)
 
     async def stream(self, text: str, **fields: Any) -> list[ChatCompletionChunk]:
         prepared = self.prepare(stream=True, **fields)
-        frames: list[bytes] = []
-        done: list[Choice] = []
+        writer, frames, done = CHAT.events(prepared), [], []
         speaking = asyncio.create_task(self.reply(text))
         async for item in self.desk.gateway.stream(self.episode, prepared):
-            if not frames:
-                frames.append(responses.first_event(prepared, item.turn_id))
             if isinstance(item, Choice):
                 done.append(item)
-                frames.append(responses.choice_events(prepared, item, item.turn_id))
+                frames.append(writer.choice(item))
             else:
-                frames.append(responses.delta_event(prepared, item, item.turn_id))
-        frames.append(responses.usage_event(prepared, done, done[0].turn_id))
+                frames.append(writer.delta(item) if isinstance(item, TextDelta) else writer.begin(prepared.turn_ids[0]))
+        frames.append(writer.end(done).removesuffix(b"data: [DONE]\n\n"))
         await speaking
         events = b"".join(frames).decode().removesuffix("\n\n").split("\n\n")
         return [ChatCompletionChunk.model_validate(json.loads(e.removeprefix("data: ")), strict=True) for e in events]
@@ -112,6 +120,12 @@ async def test_several_choices_are_several_turns(open_talk: Any) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert talk.episode.graph.num_turns == 3
     assert [m.seed for m in talk.engine.of(Generate)] == [7, 8, 9]
+
+
+async def test_training_ignores_a_fixed_seed_and_says_so(open_talk: Any) -> None:
+    prepared = open_talk(Split.TRAIN).prepare(seed=7, temperature=0)
+    assert prepared.sampling.seed is None
+    assert prepared.enforced["x-wingbeat-ignored"] == "temperature=0, seed=7"
 
 
 async def test_a_turn_cut_for_length_is_told_and_remembered(open_talk: Any) -> None:
@@ -162,8 +176,6 @@ async def test_training_uses_the_policys_temperature_and_evaluation_the_callers(
     assert training.enforced == {"x-wingbeat-temperature": "1", "x-wingbeat-ignored": "temperature=0"}
     evaluation = open_talk(Split.EVAL).prepare(temperature=0, top_p=0.5)
     assert (evaluation.sampling.temperature, evaluation.sampling.top_p, evaluation.enforced) == (0.0, 0.5, {})
-    with pytest.raises(UnsupportedField, match="top_p"):
-        open_talk().prepare(top_p=0.5)
 
 
 async def test_the_context_bounds_the_answer_and_refuses_a_prompt_that_fills_it(open_talk: Any) -> None:
@@ -183,10 +195,12 @@ async def test_a_cancelled_call_keeps_what_was_streamed_as_an_aborted_turn(open_
     for _ in range(10):
         await asyncio.sleep(0)
     talk.engine.say(talk.engine.of(Generate)[0].request_id, *talk.template.encode("ab"))
-    assert (await first).text == "ab"
+    await first
+    assert (await anext(stream)).text == "ab"
     await stream.aclose()
     (turn,) = talk.episode.graph.turns
     assert turn.finish_reason is FinishReason.ABORT and turn.num_sampled == 2
+    assert talk.desk.captured == [turn.turn_id]
     assert talk.desk.engines.in_flight == 0
 
 
@@ -203,12 +217,126 @@ async def test_an_ended_episode_takes_no_more_turns(open_talk: Any) -> None:
     assert talk.episode.graph.num_turns == 0
 
 
+async def test_an_abandoned_stream_keeps_what_was_sent_so_that_its_caller_can_go_on(open_talk: Any) -> None:
+    """Held back: the space, which may yet be stripped, and what may become a tool call."""
+    talk = open_talk()
+    stream = talk.desk.gateway.stream(talk.episode, talk.prepare(stream=True, tools=TOOLS))
+    first = asyncio.create_task(anext(stream))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    talk.engine.say(talk.engine.of(Generate)[0].request_id, *talk.template.encode("ab <tool_call>{"))
+    await first
+    assert (await anext(stream)).text == "ab"
+    await stream.aclose()
+    (turn,) = talk.episode.graph.turns
+    assert (turn.reply.content, talk.template.decode(turn.sampled.tolist())) == ("ab", "ab")
+
+
+async def test_an_engine_that_gives_up_is_an_error_and_no_answer(open_talk: Any) -> None:
+    talk = open_talk()
+    call = asyncio.create_task(talk.desk.gateway.complete(talk.episode, talk.prepare()))
+    await talk.reply("ab", finish=FinishReason.ABORT)
+    with pytest.raises(UnavailableError, match="gave this generation up"):
+        await call
+    assert [turn.finish_reason for turn in talk.episode.graph.turns] == [FinishReason.ABORT]
+
+
+async def test_reasoning_is_streamed_as_it_becomes_final_and_before_the_content(open_talk: Any) -> None:
+    chunks = await open_talk().stream("<think>why not</think>\nso<|im_end|>")
+    deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks if chunk.choices]
+    told = [key for delta in deltas[1:] for key in delta]
+    assert told == sorted(told, reverse=True), "reasoning_content comes before content"
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why not"
+    assert "".join(delta.get("content", "") for delta in deltas) == "so"
+    assert sum("reasoning_content" in delta for delta in deltas) > 3
+
+
+async def test_token_ids_are_told_to_those_who_ask(open_talk: Any) -> None:
+    talk = open_talk()
+    answer = await talk.complete("hi<|im_end|>", return_token_ids=True)
+    told = answer.choices[0].model_dump()
+    (turn,) = talk.episode.graph.turns
+    assert told["token_ids"] == turn.sampled.tolist()
+    assert told["prompt_token_ids"] == talk.episode.graph.prompt_ids(turn).tolist()
+    assert "token_ids" not in (await open_talk().complete("hi<|im_end|>")).choices[0].model_dump()
+
+
+async def test_only_one_call_where_the_caller_wants_one(open_talk: Any) -> None:
+    talk = open_talk()
+    call = '<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
+    answer = await talk.complete(f"a{call}\n{call}<|im_end|>", tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls or ()) == 1
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (turn,) = talk.episode.graph.turns
+    assert talk.template.decode(turn.sampled.tolist()) == f"a{call}\n"
+    both = await open_talk().complete(f"a{call}\n{call}<|im_end|>", tools=TOOLS)
+    assert len(both.choices[0].message.tool_calls or ()) == 2
+
+
+async def test_without_tools_to_choose_a_call_is_text(open_talk: Any) -> None:
+    talk = open_talk()
+    call = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
+    answer = await talk.complete(f"{call}<|im_end|>", tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.tool_calls is None
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (call, "stop")
+
+
+# --- what is drawn from a part of the vocabulary ---------------------------------------------------
+
+
+async def sampled(talk: Any, supports: tuple[bytes, ...], **fields: Any) -> Any:
+    """The one turn of a call whose engine said two tokens with these supports."""
+    call = asyncio.create_task(talk.desk.gateway.complete(talk.episode, talk.prepare(**fields)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    request = talk.engine.of(Generate)[0].request_id
+    chunk = TokenChunk(request, (5, 6), (-0.5, -1.0), 0, FinishReason.STOP, "", supports)
+    talk.desk.engines.receive(talk.engine.link, [chunk])
+    await call
+    (turn,) = talk.episode.graph.turns
+    return turn
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.5}, {"top_k": 3}, {"tools": TOOLS, "tool_choice": "required"}])
+async def test_supports_are_kept_with_tokens_drawn_from_a_part_of_the_vocabulary(
+    open_talk: Any, fields: dict[str, Any]
+) -> None:
+    blob = encode_support(np.arange(300) < 7)
+    turn = await sampled(open_talk(), (blob, b""), **fields)
+    assert turn.support_table == (blob,) and turn.support_index.tolist() == [0, -1]
+    assert turn.trainable_T.all()
+
+
+async def test_a_token_without_its_support_is_never_trained(open_talk: Any) -> None:
+    talk = open_talk()
+    turn = await sampled(talk, (), top_p=0.5)
+    assert not turn.trainable_T.any()
+    assert count_untrainable(talk.episode.graph, policy="solver") == {"missing_logprob": 2}
+
+
+async def test_free_sampling_needs_no_supports(open_talk: Any) -> None:
+    turn = await sampled(open_talk(), ())
+    assert turn.trainable_T.all() and turn.support_table == ()
+
+
+async def test_what_the_reply_must_match_goes_to_the_engine(open_talk: Any) -> None:
+    free = open_talk().prepare(tools=TOOLS).sampling
+    forced = open_talk().prepare(tools=TOOLS, tool_choice="required").sampling
+    json_only = open_talk().prepare(response_format={"type": "json_object"}).sampling
+    assert free.grammar == "" and "calc" in forced.grammar and json_only.grammar not in ("", forced.grammar)
+
+
 def test_errors_have_the_clients_shape() -> None:
-    body = responses.error_body(RequestError("bad", param="n"))
-    assert body == {
-        "error": {"message": "bad", "type": "invalid_request_error", "code": "invalid_request", "param": "n"}
-    }
-    answer = responses.error_response(OverloadedError("full"), {"retry-after": "1"})
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    error = RequestError("bad", param="n")
+    shape = {"error": {"message": "bad", "type": "invalid_request_error", "code": "invalid_request", "param": "n"}}
+    assert error_body(error) == json.loads(CHAT.error(error)) == shape
+    answer = error_response(OverloadedError("full"), error_headers(OverloadedError("full", retry_after_s=3)))
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
     assert json.loads(bytes(answer.body))["error"]["type"] == "rate_limit_error"
-    assert responses.error_event(RequestError("bad")).startswith(b'data: {"error":')
+
+
+def test_sdks_are_told_where_no_retry_can_help() -> None:
+    """They repeat 409 and 5xx by themselves."""
+    assert error_headers(EpisodeClosed("over")) == {"x-should-retry": "false"}
+    assert error_headers(NoEngine("none")) == {"retry-after": "1"}
+    assert error_headers(RequestError("bad")) == {"x-should-retry": "false"}

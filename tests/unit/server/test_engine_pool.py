@@ -108,6 +108,23 @@ async def test_an_engine_that_leaves_hands_its_requests_over_with_what_was_deliv
     assert [(chunk.token_ids, chunk.version) for chunk in chunks] == [((5, 6), 3), ((9,), 4)]
 
 
+async def test_a_grammar_goes_along_and_knows_what_it_has_consumed_already(flights: Flights, join_engine: Any) -> None:
+    first = join_engine(flights.pool, "first")
+    first.serve()
+    sampling = SamplingParams(max_tokens=8, grammar="start: /a+/")
+    task = await flights.start(stream=True, sampling=sampling)
+    (sent,) = first.of(Generate)
+    assert (sent.grammar, sent.resumed_tokens) == ("start: /a+/", 0)
+    first.say(sent.request_id, 5, 6)
+    first.leave()
+    second = join_engine(flights.pool, "second")
+    second.serve()
+    (again,) = second.of(Generate)
+    assert (again.grammar, again.resumed_tokens, prompt_of(again)) == ("start: /a+/", 2, [1, 2, 5, 6])
+    second.say(again.request_id, 9, finish=FinishReason.STOP)
+    await task
+
+
 async def test_requests_that_lost_their_engine_go_before_younger_ones(flights: Flights, join_engine: Any) -> None:
     first = join_engine(flights.pool, "first")
     first.serve()

@@ -264,6 +264,23 @@ async def test_a_group_that_closes_feeds_the_buffer_with_every_agents_reward(ope
     assert desk.ledger.summary().groups == {"closed": 1}
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_superseded_replies_are_counted_and_trained_only_by_config(open_desk: OpenDesk, keeps: bool) -> None:
+    desk = open_desk(policies={"solver": {"train_superseded": keeps}}, group_size=1)
+    (episode,) = await begun(desk)
+    episode.undelivered.add(take_turn(desk, episode, agent="lost"))
+    episode.resampled.add(take_turn(desk, episode, agent="again"))
+    episode.undelivered.add("a turn that never ended")
+    await desk.finishing.finish(episode, finish())
+    draft = desk.solver.buffer.take(0)
+    assert draft is not None
+    assert {e.agent for e in draft.episodes} == ({"", "lost", "again"} if keeps else {""})
+    told = desk.metrics.render().decode()
+    for reason in ("undelivered", "resampled"):
+        line = f'wingbeat_untrainable_tokens_total{{policy="solver",reason="superseded: {reason}"}} 2.0'
+        assert (line in told) is not keeps
+
+
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.AGENT])
 async def test_a_failed_outcome_reopens_the_slot_and_never_reaches_a_baseline(
     open_desk: OpenDesk, outcome: Outcome

@@ -1,0 +1,271 @@
+"""``/v1``: what unmodified SDKs call with an episode's ``base_url`` and ``api_key``.
+
+A plain ASGI application in front of the rest, because this is the hot path.  Every dialect is served by
+the same code.  The key travels in a header or, for agents that cannot set one, in the path: ``/s/KEY/v1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from wingbeat.core.errors import (
+    PayloadTooLarge,
+    PermissionDenied,
+    UnknownPolicy,
+    WingbeatError,
+)
+from wingbeat.server.calls import ModelCall, Prepared
+from wingbeat.server.control import Control
+from wingbeat.server.dialects import chat, completions
+from wingbeat.server.dialects.base import Dialect
+from wingbeat.server.dialects.chat import CHAT
+from wingbeat.server.dialects.completions import COMPLETIONS
+from wingbeat.server.dialects.messages import MESSAGES
+from wingbeat.server.dialects.messages import parse as messages
+from wingbeat.server.dialects.responses import RESPONSES
+from wingbeat.server.dialects.responses import parse as responses
+from wingbeat.server.episodes import OpenEpisode
+from wingbeat.server.error_answers import error_headers, http_fault
+from wingbeat.server.replays import Fingerprint
+from wingbeat.server.requests import decode_json, hang_up, has_hung_up, read_body
+from wingbeat.server.runs import Reader, Run
+
+COUNT = "/v1/messages/count_tokens"
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    COUNT: MESSAGES,
+}
+MODELS = "/v1/models"
+KEY_PREFIX = "/s/"
+LONG_BODY_BYTES = 32_000
+
+JSON = (b"content-type", b"application/json")
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path, for the reference and the OpenAPI description."""
+
+    method: str
+    path: str
+    summary: str
+    fields: frozenset[str] = frozenset()
+    """Of the body."""
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", "One turn of an episode", chat.HONOURED | chat.NO_EFFECT),
+    Route("POST", "/v1/completions", "One turn of an episode", completions.HONOURED | completions.NO_EFFECT),
+    Route("POST", "/v1/responses", "One turn of an episode", responses.HONOURED | responses.NO_EFFECT),
+    Route("POST", "/v1/messages", "One turn of an episode", messages.HONOURED | messages.NO_EFFECT),
+    Route("POST", COUNT, "How many tokens a messages request has", messages.HONOURED | messages.NO_EFFECT),
+    Route("GET", MODELS, "The episode's policies"),
+    Route("GET", MODELS + "/{model}", "One of the episode's policies"),
+)
+
+
+def split_key(path: str) -> tuple[str, str]:
+    """The key in a path, and the path without it: ``/s/KEY/v1/models`` is ``KEY`` and ``/v1/models``."""
+    if not path.startswith(KEY_PREFIX):
+        return "", path
+    key, slash, rest = path.removeprefix(KEY_PREFIX).partition("/")
+    return key, slash + rest
+
+
+def dialect_of(path: str) -> Dialect:
+    """Whose error shape a path answers with."""
+    return DIALECTS.get(split_key(path)[1], CHAT)
+
+
+class ModelCalls:
+    """Serves the model calls itself and hands everything else on."""
+
+    def __init__(self, control: Control, rest: ASGIApp) -> None:
+        self._control = control
+        self._rest = rest
+        self._max_bytes = control.config.server.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._rest(scope, receive, send)
+            return
+        key, path = split_key(scope["path"])
+        dialect = DIALECTS.get(path)
+        is_models = path == MODELS or path.startswith(MODELS + "/")
+        if dialect is None and not is_models:
+            await self._rest(scope, receive, send)
+            return
+        try:
+            headers: dict[bytes, bytes] = dict(scope["headers"])
+            refuse_other_origins(headers)
+            check_method(scope, "GET" if dialect is None else "POST")
+            episode = self._episode(headers, key)
+            if dialect is None:
+                await self._models(episode, path.removeprefix(MODELS).removeprefix("/"), send)
+                return
+            body = await self._body(episode, headers, receive)
+            if path == COUNT:
+                await self._count(episode, body, send)
+                return
+            run = await self._run(dialect, episode, body, Fingerprint.of(path, body, headers))
+            try:
+                await self._answer(run, receive, send)
+            finally:
+                episode.last_seen = self._control.clock()
+        except WingbeatError as error:
+            await answer_error(dialect or CHAT, error, send)
+
+    def _episode(self, headers: Mapping[bytes, bytes], key: str) -> OpenEpisode:
+        """The attempt whose key the path or a header carries."""
+        wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in ("authorization", "x-api-key")}
+        return self._control.registry.by_key(wanted, path_key=key)
+
+    async def _body(self, episode: OpenEpisode, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            raise PayloadTooLarge(f"the body is larger than server.max_body_bytes = {self._max_bytes}")
+        episode.require_open()
+        episode.last_seen = self._control.clock()
+        body = await read_body(receive, max_bytes=self._max_bytes)
+        episode.require_open()
+        return body
+
+    async def _count(self, episode: OpenEpisode, body: bytes, send: Send) -> None:
+        """How many tokens the prompt would have."""
+        async with episode.graph_lock:
+            prepared = await asyncio.to_thread(self._prepare, MESSAGES, MESSAGES.parse_count, episode, body)
+        await answer(send, 200, MESSAGES.count(prepared), {})
+
+    async def _run(self, dialect: Dialect, episode: OpenEpisode, body: bytes, fingerprint: Fingerprint) -> Run:
+        """The run that answers this request: an earlier one for a retry, else a new one.
+
+        Long requests take so long to tokenise that others would notice: they are prepared in a thread.
+        """
+        is_long = len(body) > LONG_BODY_BYTES
+        if not is_long and not episode.graph_lock.locked():
+            return self._joined(episode, fingerprint) or self._begun(
+                dialect, episode, fingerprint, self._prepare(dialect, dialect.parse, episode, body)
+            )
+        async with episode.graph_lock:
+            run = self._joined(episode, fingerprint)
+            if run is None:
+                work = partial(self._prepare, dialect, dialect.parse, episode, body)
+                prepared = await asyncio.to_thread(work) if is_long else work()
+                episode.require_open()
+                run = self._begun(dialect, episode, fingerprint, prepared)
+            return run
+
+    def _joined(self, episode: OpenEpisode, fingerprint: Fingerprint) -> Run | None:
+        """The run that a retry belongs to."""
+        run, replaced = self._control.registry.replays.find(episode.seen, fingerprint)
+        episode.resampled.update(replaced)
+        if run is not None:
+            self._control.metrics.replays.inc()
+        return run
+
+    def _prepare(
+        self, dialect: Dialect, parse: Callable[[Any], ModelCall], episode: OpenEpisode, body: bytes
+    ) -> Prepared:
+        return self._control.gateway.prepare(episode, parse(decode_json(body)), turn_prefix=dialect.turn_prefix)
+
+    def _begun(self, dialect: Dialect, episode: OpenEpisode, fingerprint: Fingerprint, prepared: Prepared) -> Run:
+        run = Run(episode, prepared, dialect, grace_s=self._control.config.server.retry_grace_s)
+        episode.seen.add(fingerprint, run)
+        run.start(self._control.gateway, prepared, self._control.registry.replays.keep)
+        return run
+
+    async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
+        """Send the run's frames as they come, until the end or until the caller hangs up."""
+        reader = run.join()
+        watching = asyncio.create_task(_watch(reader, receive), name="disconnect")
+        try:
+            while not (reader.gone or reader.finished):
+                if reader.position < len(run.frames):
+                    await _send_frames(run, reader, receive, send)
+                elif run.error is not None:
+                    raise run.error
+                else:
+                    await reader.wait()
+        finally:
+            run.leave(reader)
+            watching.cancel()
+
+    async def _models(self, episode: OpenEpisode, name: str, send: Send) -> None:
+        """The policies of an episode, or the one called ``name``."""
+        if not name:
+            models = [_model(policy) for policy in episode.policies]
+            await answer(send, 200, orjson.dumps({"object": "list", "data": models}), {})
+            return
+        if name.partition(":")[0] not in episode.policies:
+            raise UnknownPolicy(f"this episode has no policy {name!r}; it has {', '.join(sorted(episode.policies))}")
+        await answer(send, 200, orjson.dumps(_model(name)), {})
+
+
+async def _watch(reader: Reader, receive: Receive) -> None:
+    await hang_up(receive)
+    reader.hung_up()
+
+
+async def _send_frames(run: Run, reader: Reader, receive: Receive, send: Send) -> None:
+    """Send what the reader has not had yet, in one piece."""
+    frames = run.frames[reader.position :]
+    data = frames[0].data if len(frames) == 1 else b"".join(frame.data for frame in frames)
+    if reader.position == 0:
+        await send({"type": "http.response.start", "status": 200, "headers": _headers(run, len(data))})
+    if has_hung_up(receive):
+        reader.gone = True
+        return
+    reader.finished = frames[-1].last
+    await send({"type": "http.response.body", "body": data, "more_body": not reader.finished})
+    run.arrived([turn_id for frame in frames for turn_id in frame.completes])
+    reader.position += len(frames)
+
+
+def _headers(run: Run, length: int) -> list[tuple[bytes, bytes]]:
+    own = [(name.encode(), value.encode()) for name, value in run.headers.items()]
+    if run.stream:
+        return [*EVENTS, *own]
+    return [JSON, (b"content-length", str(length).encode()), *own]
+
+
+def check_method(scope: Scope, method: str) -> None:
+    if scope["method"] != method:
+        raise http_fault(405, f"{scope['method']} {scope['path']}: use {method}")
+
+
+def refuse_other_origins(headers: Mapping[bytes, bytes]) -> None:
+    """A web page of another origin must not call: on loopback no key would stop it.
+
+    Browsers name the page's origin in every cross-origin request that may change something; agents and
+    SDKs send none.
+    """
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+        raise PermissionDenied(f"requests from the web page {origin.decode('latin-1')} are not accepted")
+
+
+async def answer_error(dialect: Dialect, error: WingbeatError, send: Send) -> None:
+    await answer(send, error.status, dialect.error(error), error_headers(error))
+
+
+async def answer(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    own = [(name.encode(), value.encode()) for name, value in headers.items()]
+    fields = [JSON, (b"content-length", str(len(body)).encode()), *own]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "wingbeat"}
