@@ -4,7 +4,11 @@ Logits are the largest tensor of training (tokens x vocabulary).  Here the decod
 micro-batch, only the hidden states that explain a trained token are gathered, and the head is applied
 to ``chunk_tokens`` of them at a time; the backward pass computes each chunk's logits again.
 
-Letters: ``B`` rows, ``T`` padded tokens, ``N`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
+A token drawn under top-p, top-k or a grammar has the logprob of a distribution over its support alone, so
+it is scored over the same support: at equal weights its ratio is then exactly 1.
+
+Letters: ``B`` rows, ``T`` padded tokens, ``N`` trained tokens, ``C`` of them in a chunk, ``H`` hidden size,
+``V`` vocabulary.
 
 A worked instance: token ids ``[7, 8, 9]`` of which 8 and 9 were sampled have targets ``[8, 9]`` and
 sources ``[0, 1]``, because the logits at position ``t - 1`` explain the token at ``t``.
@@ -13,14 +17,18 @@ sources ``[0, 1]``, because the logits at position ``t - 1`` explain the token a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.support import decode_support, listed_support
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
@@ -49,6 +57,32 @@ class LogitTransform:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the head scores, all [N]."""
+
+    targets_N: Tensor
+    temperatures_N: Tensor
+    """The logits are divided by it."""
+    supports_N: NDArray[np.int64]
+    """Places in ``support_table``, -1 for the whole vocabulary."""
+    support_table: tuple[bytes, ...] = ()
+    """:mod:`wingbeat.core.support` blobs."""
+
+    def __len__(self) -> int:
+        return len(self.targets_N)
+
+    def take(self, places: NDArray[np.int64]) -> Targets:
+        """Some of them, in the order of ``places``."""
+        index = torch.from_numpy(places).to(self.targets_N.device)
+        return Targets(
+            targets_N=self.targets_N[index],
+            temperatures_N=self.temperatures_N[index],
+            supports_N=self.supports_N[places],
+            support_table=self.support_table,
+        )
+
+
 class LogprobModel:
     """Scores tokens with a Hugging Face causal LM (for LoRA: the base model that holds the adapters).
 
@@ -67,28 +101,57 @@ class LogprobModel:
         self._probe_head()
         self._needs_mask = self._probe_padding()
 
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module whose last hidden states :meth:`score` takes."""
+        return self._decoder
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of logits."""
+        return self._vocabulary
+
     def __call__(
-        self,
-        input_ids_BT: Tensor,
-        *,
-        attention_mask_BT: Tensor,
-        rows_N: Tensor,
-        sources_N: Tensor,
-        targets_N: Tensor,
-        temperatures_N: Tensor,
+        self, input_ids_BT: Tensor, *, attention_mask_BT: Tensor, rows_N: Tensor, sources_N: Tensor, targets: Targets
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy of its distribution, both [N], at least float32.
 
         Rows are padded on the right.  Target ``n`` is explained by the hidden state of row ``rows_N[n]`` at
-        position ``sources_N[n]``; its logits are divided by ``temperatures_N[n]``.  The entropy carries no
-        gradient.
+        position ``sources_N[n]``.
         """
         mask_BT = attention_mask_BT if self._needs_mask else None
-        hidden_NH = self._hidden(input_ids_BT, mask_BT)[rows_N, sources_N]
+        return self.score(self._hidden(input_ids_BT, mask_BT)[rows_N, sources_N], targets)
+
+    def score(self, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [N] of the targets that these hidden states explain.
+
+        Both are of the distribution over the target's support.  The entropy carries no gradient.
+        """
+        restricted_N = targets.supports_N >= 0
+        if not restricted_N.any():
+            return self._score_alike(hidden_NH, targets)
+        # Chunks of one kind each, so that only those with supports pay for them.
+        order = np.argsort(restricted_N, kind="stable")
+        split = len(targets) - int(restricted_N.sum())
+        parts = [
+            self._score_alike(hidden_NH[torch.from_numpy(places).to(hidden_NH.device)], targets.take(places))
+            for places in (order[:split], order[split:])
+        ]
+        back_N = torch.from_numpy(np.argsort(order)).to(hidden_NH.device)
+        logprobs_N, entropy_N = (torch.cat(values)[back_N] for values in zip(*parts, strict=True))
+        return logprobs_N, entropy_N
+
+    def _score_alike(self, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Targets of which either all have a support or none has, a chunk at a time."""
         parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(targets_N), self._chunk_tokens):
+        for start in range(0, len(targets), self._chunk_tokens):
             piece = slice(start, start + self._chunk_tokens)
-            inputs = (hidden_NH[piece], targets_N[piece], temperatures_N[piece])
+            blobs_C = [targets.support_table[index] for index in targets.supports_N[piece] if index >= 0]
+            inputs = (hidden_NH[piece], targets.targets_N[piece], targets.temperatures_N[piece], blobs_C)
             if torch.is_grad_enabled():
                 parts.append(checkpoint(self._score, *inputs, use_reentrant=False, preserve_rng_state=False))
             else:
@@ -107,16 +170,49 @@ class LogprobModel:
         logits = self._model.get_output_embeddings()(hidden)
         return self._transform(logits.to(_at_least_float32(logits.dtype)))
 
-    def _score(self, hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor, blobs_C: list[bytes]
+    ) -> tuple[Tensor, Tensor]:
         """One chunk: the only place where [chunk, V] logits exist."""
         logits_CV = self._logits(hidden_CH)
         scaled_CV = logits_CV / temperatures_C.to(logits_CV.dtype)[:, None]
+        allowed_CV = self._allowed(blobs_C, device=scaled_CV.device) if blobs_C else None
+        if allowed_CV is not None:
+            scaled_CV = scaled_CV.masked_fill(~allowed_CV, -math.inf)
         normaliser_C = scaled_CV.logsumexp(-1)
         logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C
         with torch.no_grad():
-            expected_C = (torch.softmax(scaled_CV, -1) * scaled_CV).sum(-1)
-            entropy_C = normaliser_C - expected_C
+            terms_CV = torch.softmax(scaled_CV, -1) * scaled_CV
+            if allowed_CV is not None:
+                terms_CV.masked_fill_(~allowed_CV, 0.0)  # 0 * -inf
+            entropy_C = normaliser_C - terms_CV.sum(-1)
         return logprobs_C, entropy_C
+
+    def _allowed(self, blobs_C: list[bytes], *, device: torch.device) -> Tensor:
+        """[C, V] which tokens could have been drawn, put together on the device: the blobs are small, this is not."""
+        allowed_CV = torch.zeros((len(blobs_C), self._vocabulary), dtype=torch.bool, device=device)
+
+        def on_device(values: Sequence[int] | NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.asarray(values)).to(device)
+
+        listed: dict[int, NDArray[np.int32]] = {}
+        others: dict[bytes, list[int]] = {}
+        for place, blob in enumerate(blobs_C):
+            ids = listed_support(blob, vocabulary=self._vocabulary)
+            if ids is None:
+                others.setdefault(blob, []).append(place)
+            else:
+                listed[place] = ids
+        if listed:
+            places = np.repeat(list(listed), [len(ids) for ids in listed.values()])
+            allowed_CV[on_device(places), on_device(np.concatenate(list(listed.values())).astype(np.int64))] = True
+        if others:
+            decoded = np.stack([decode_support(blob, vocabulary=self._vocabulary) for blob in others])
+            which = np.repeat(np.arange(len(others)), [len(same) for same in others.values()])
+            allowed_CV[on_device([place for same in others.values() for place in same])] = on_device(decoded)[
+                on_device(which)
+            ]
+        return allowed_CV
 
     @torch.no_grad()
     def _probe_head(self) -> None:
@@ -126,7 +222,8 @@ class LogprobModel:
         wanted = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         wanted = wanted.to(_at_least_float32(wanted.dtype))
         got = self._logits(self._hidden(ids, mask))
-        tolerance = self._tolerance(wanted)
+        self._vocabulary = wanted.shape[-1]
+        tolerance = self.tolerance(wanted)
         fits = got.shape == wanted.shape
         difference = (got - wanted).abs().max().item() if fits else math.inf
         if not difference <= tolerance:
@@ -147,7 +244,7 @@ class LogprobModel:
         ids = self._random_ids()
         alone = self._hidden(ids[:, : _PROBE_TOKENS // 2], None)
         padded = self._hidden(ids, None)[:, : _PROBE_TOKENS // 2]
-        return not (padded - alone).abs().max().item() <= self._tolerance(alone)
+        return not (padded - alone).abs().max().item() <= self.tolerance(alone)
 
     def _random_ids(self) -> Tensor:
         embeddings = self._model.get_input_embeddings()
@@ -155,7 +252,8 @@ class LogprobModel:
         ids = torch.randint(embeddings.num_embeddings, (1, _PROBE_TOKENS), generator=generator)
         return ids.to(embeddings.weight.device)
 
-    def _tolerance(self, values: Tensor) -> float:
+    def tolerance(self, values: Tensor) -> float:
+        """How far values may lie apart that are equal but for the rounding of this model's dtype."""
         dtype = self._model.get_input_embeddings().weight.dtype
         return _PROBE_TOLERANCE[dtype] * max(1.0, values.abs().max().item())
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.advantages import baseline_groups, is_constant
-from wingbeat.trainer.batching import Row
+from wingbeat.trainer.rows import Row
 
 
 def batch_metrics(batch: TrainingBatch, *, rows: Sequence[Row]) -> dict[str, float]:

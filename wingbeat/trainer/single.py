@@ -3,7 +3,7 @@
 One :meth:`PolicyTrainer.train_step` turns a batch into the next policy version:
 
     episodes ─▶ advantages (per episode) ─▶ token weights (global denominators) ─▶ rows
-    for each update:  micro-batches ─▶ logprobs ─▶ loss ─▶ backward;  clip, AdamW
+    for each update:  rows, trees ─▶ logprobs ─▶ loss ─▶ backward;  clip, AdamW
 
 The step is a pure function of weights, optimiser state and batch: whatever is random in it is seeded by
 ``batch.seed``, so replaying logged batches from a checkpoint gives the same weights, bit for bit in
@@ -30,13 +30,15 @@ from wingbeat.core.errors import ConflictError, RequestError, SetupError
 from wingbeat.core.ports import Clock
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.advantages import compute_advantages, shuffled_advantages
-from wingbeat.trainer.batching import MicroBatch, Row, build_rows, micro_batches, split_by_group
+from wingbeat.trainer.batching import Credit
 from wingbeat.trainer.export import export_model
 from wingbeat.trainer.logprobs import LogprobModel
-from wingbeat.trainer.losses import LossConfig, TokenBatch, TokenStats, Totals, policy_loss, token_stats, token_weight
+from wingbeat.trainer.losses import LossConfig, Totals, token_weight
 from wingbeat.trainer.models import load_model
 from wingbeat.trainer.optimizer import PolicyOptimizer, lr_at
 from wingbeat.trainer.report import batch_metrics
+from wingbeat.trainer.rows import Row, build_rows, split_by_group
+from wingbeat.trainer.update import GradientPass, PassResult, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +51,11 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """One optimiser update's share of a batch."""
-
-    rows: list[Row]
-    """Those with trained tokens."""
-    advantages: list[float]
-    """Per episode of the batch."""
-    weights: list[float]
-    """Per episode of the batch: the weight of each of its trained tokens."""
-    on_policy_version: int | None
-    """Tokens of this version were sampled by the weights that score them now; None: no token was."""
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateResult:
-    loss: float
+    """What one optimiser update did."""
+
+    done: PassResult
     grad_norm: float
-    stats: TokenStats
-    forward_tokens: int
 
 
 class PolicyTrainer:
@@ -102,6 +90,9 @@ class PolicyTrainer:
         if config.trainer.gradient_checkpointing:
             _checkpoint_gradients(base)
         self._logprobs = LogprobModel(base, chunk_tokens=config.trainer.logprob_chunk_tokens)
+        self._pass = GradientPass(
+            self._logprobs, config=config.trainer, loss_config=self._loss_config, device=self._device
+        )
         self._optimizer = PolicyOptimizer(
             {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad},
             config=config.trainer,
@@ -133,27 +124,34 @@ class PolicyTrainer:
         Episodes with advantage zero are not forwarded: their gradient is zero, and they count in every
         denominator all the same.  ``entropy``, ``mismatch_kl``, ``clip_ratio/*`` and ``ratio/max`` are over
         tokens with an advantage (over all trained tokens, without gradient, in an update that has none).
-        ``loss`` and ``grad_norm`` are means over the updates.
+        ``loss`` and ``grad_norm`` are means over the updates.  ``perf/row_tokens`` counts the tokens of the samples
+        that were trained, ``perf/forward_tokens`` those that were forwarded for them, ``tree/sharing`` is the
+        quotient, and ``perf/tokens_per_s`` is of the former.
 
         Raises ConflictError where the batch is not the next step, RequestError where it holds no episode
         or one of another kind, and WingbeatError where the policy has diverged.
         """
         started = clock()
         self._check(batch)
-        rows = build_rows(batch.episodes)
+        rows = build_rows(batch.episodes, vocabulary=self._logprobs.vocabulary)
         advantages = self._advantages(batch)
         lr = lr_at(batch.step, config=self._config, total_steps=self._total_steps)
         with self._seeded(batch.seed):
             results = [self._update(update, lr=lr) for update in self._updates(batch, rows=rows, advantages=advantages)]
         self._step = batch.step
         elapsed = clock() - started
-        metrics = batch_metrics(batch, rows=rows) | sum((r.stats for r in results), TokenStats()).metrics()
+        done = sum((result.done for result in results), PassResult())
+        metrics = batch_metrics(batch, rows=rows) | done.stats.metrics()
         metrics |= {
-            "loss": sum(r.loss for r in results) / len(results),
-            "grad_norm": sum(r.grad_norm for r in results) / len(results),
+            "loss": done.loss / len(results),
+            "grad_norm": sum(result.grad_norm for result in results) / len(results),
             "lr": lr,
             "time/train_s": elapsed,
-            "perf/tokens_per_s": sum(r.forward_tokens for r in results) / elapsed if elapsed > 0 else 0.0,
+            "perf/tokens_per_s": done.row_tokens / elapsed if elapsed > 0 else 0.0,
+            "perf/row_tokens": float(done.row_tokens),
+            "perf/forward_tokens": float(done.forward_tokens),
+            "tree/sharing": done.row_tokens / done.forward_tokens if done.forward_tokens else 1.0,
+            "tree/supported": float(self._pass.supports_trees),
         }
         keys = [f"{episode.episode_id}:{episode.attempt}:{episode.agent}" for episode in batch.episodes]
         return StepResult(metrics=metrics, advantages=dict(zip(keys, advantages, strict=True)))
@@ -227,54 +225,17 @@ class PolicyTrainer:
             updates.append(
                 Update(
                     rows=[row for row in rows if row.num_trained and weights[row.episode]],
-                    advantages=advantages,
-                    weights=weights,
+                    credit=Credit(advantages=advantages, weights=weights),
                     on_policy_version=None if updates else batch.step - 1,
                 )
             )
         return updates
 
     def _update(self, update: Update, *, lr: float) -> UpdateResult:
-        """Gather the gradient over micro-batches and take one optimiser step."""
-        active = [row for row in update.rows if update.advantages[row.episode] != 0.0]
+        """Gather the gradient over forwards and take one optimiser step."""
         self._optimizer.zero_grad()
-        loss, stats, forward_tokens = 0.0, TokenStats(), 0
-        with torch.set_grad_enabled(bool(active)):
-            for micro in micro_batches(
-                active or update.rows,
-                advantages=update.advantages,
-                weights=update.weights,
-                max_tokens=self._config.micro_batch_tokens,
-                device=self._device,
-            ):
-                tokens = self._forward(micro, on_policy_version=update.on_policy_version)
-                part = policy_loss(tokens, config=self._loss_config)
-                if active:
-                    part.backward()
-                loss += float(part.detach())
-                stats += token_stats(tokens, config=self._loss_config)
-                forward_tokens += micro.num_tokens
-        grad_norm = self._optimizer.step(lr)
-        return UpdateResult(loss=loss, grad_norm=grad_norm, stats=stats, forward_tokens=forward_tokens)
-
-    def _forward(self, micro: MicroBatch, *, on_policy_version: int | None) -> TokenBatch:
-        logprobs_N, entropy_N = self._logprobs(
-            micro.input_ids_BT,
-            attention_mask_BT=micro.attention_mask_BT,
-            rows_N=micro.rows_N,
-            sources_N=micro.sources_N,
-            targets_N=micro.targets_N,
-            temperatures_N=micro.temperatures_N,
-        )
-        on_policy_N = micro.versions_N == (-1 if on_policy_version is None else on_policy_version)
-        return TokenBatch(
-            policy_logprobs_N=logprobs_N,
-            sampling_logprobs_N=micro.sampling_logprobs_N,
-            entropy_N=entropy_N,
-            advantages_N=micro.advantages_N,
-            weights_N=micro.weights_N,
-            on_policy_N=on_policy_N,
-        )
+        done = self._pass.run(update)
+        return UpdateResult(done, grad_norm=self._optimizer.step(lr))
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:

@@ -16,6 +16,10 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -26,6 +30,7 @@ from transformers import (
 
 from wingbeat.core.config.schema import LoraConfig, PolicyConfig, TrainerConfig
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
+from wingbeat.trainer.rows import Row
 from wingbeat.trainer.single import PolicyTrainer
 
 VOCAB = 48
@@ -44,9 +49,26 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0}
+_GEMMA3 = {
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_GPT_OSS = {
+    "head_dim": 8,
+    "sliding_window": 5,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=8, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**(_SIZES | _GEMMA3))),
+    "gptoss": lambda: GptOssForCausalLM(GptOssConfig(**(_SIZES | _GPT_OSS))),
+    "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**(_SIZES | _GEMMA | {"attn_logit_softcapping": 1.5}))),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**(_SIZES | _GEMMA))),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**_SIZES, logit_scale=0.25)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**_SIZES, logits_scaling=4.0)),
@@ -162,6 +184,50 @@ def random_batch(
             )
         )
     return TrainingBatch(batch_id=f"b{step}", policy="p", step=step, episodes=tuple(episodes), seed=seed)
+
+
+def random_rows(rng: np.random.Generator) -> list[Row]:
+    """Few tokens and many common beginnings: forks anywhere, also within turns, duplicates, rows inside of
+    others, tokens that several rows train, branches that train nothing."""
+    paths: list[np.ndarray] = []
+    for _ in range(int(rng.integers(3, 9))):
+        fresh = rng.integers(0, 3, int(rng.integers(2, 9)))
+        if paths and rng.random() < 0.8:
+            old = paths[int(rng.integers(len(paths)))]
+            kept = old[: int(rng.integers(0, len(old) + 1))]
+            fresh = np.concatenate([kept, fresh[: 0 if rng.random() < 0.2 and len(kept) > 1 else None]])
+        paths.append(fresh[:24])
+    rows = [random_row(rng, path, episode=index % 4) for index, path in enumerate(paths)]
+    if not any(row.num_trained for row in rows):
+        rows.append(random_row(rng, np.arange(3), start=1))
+    return rows
+
+
+def random_row(rng: np.random.Generator, path: np.ndarray, *, episode: int = 0, start: int | None = None) -> Row:
+    """Trains turns of two tokens at random, or everything from ``start`` on."""
+    trained = np.repeat(rng.random(len(path) // 2 + 1) < 0.6, 2)[: len(path)]
+    trained[:1] = False
+    targets_N = np.flatnonzero(trained) if start is None else np.arange(start, len(path))
+    return Row(
+        episode=episode,
+        token_ids_T=path.astype(np.int32),
+        targets_N=targets_N,
+        sampling_logprobs_N=np.full(len(targets_N), -2, np.float32),
+        versions_N=np.zeros(len(targets_N), np.int32),
+        temperature=float(rng.choice([0.7, 1.0])),
+        num_excluded=0,
+        supports_N=np.full(len(targets_N), -1, np.int32),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_rows() -> Callable[[np.random.Generator], list[Row]]:
+    return random_rows
+
+
+@pytest.fixture(scope="session")
+def make_row() -> Callable[..., Row]:
+    return random_row
 
 
 @pytest.fixture(scope="session")

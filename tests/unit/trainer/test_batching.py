@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
-from wingbeat.trainer.batching import build_rows, micro_batches, plan_micro_batches, split_by_group
+from wingbeat.trainer.batching import Credit, micro_batches, plan_micro_batches
+from wingbeat.trainer.rows import build_rows, split_by_group
 
 
 def _episode(samples: tuple[TrainingSample, ...], *, group: str = "g") -> EpisodeSamples:
@@ -31,20 +32,21 @@ def _worked_sample(logprobs: list[float], *, temperature: float = 1.0) -> Traini
 
 
 def test_each_sampled_token_is_explained_by_the_position_before_it() -> None:
-    rows = build_rows([_episode((_worked_sample([0, 0, -1, -2, 0, -3], temperature=0.5),))])
-    (micro,) = micro_batches(rows, advantages=[0.75], weights=[0.5], max_tokens=100, device=torch.device("cpu"))
+    rows = build_rows([_episode((_worked_sample([0, 0, -1, -2, 0, -3], temperature=0.5),))], vocabulary=48)
+    credit = Credit(advantages=[0.75], weights=[0.5])
+    (micro,) = micro_batches(rows, credit=credit, max_tokens=100, device=torch.device("cpu"))
     assert micro.sources_N.tolist() == [1, 2, 4]
-    assert micro.targets_N.tolist() == [10, 11, 30]
-    assert micro.sampling_logprobs_N.tolist() == [-1, -2, -3]
-    assert micro.versions_N.tolist() == [4, 4, 5]
-    assert micro.temperatures_N.tolist() == [0.5] * 3
-    assert micro.advantages_N.tolist() == [0.75] * 3
-    assert micro.weights_N.tolist() == [0.5] * 3
+    assert micro.targets.targets_N.tolist() == [10, 11, 30]
+    assert micro.facts.sampling_logprobs_N.tolist() == [-1, -2, -3]
+    assert micro.facts.versions_N.tolist() == [4, 4, 5]
+    assert micro.targets.temperatures_N.tolist() == [0.5] * 3
+    assert micro.facts.advantages_N.tolist() == [0.75] * 3
+    assert micro.facts.weights_N.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
 def test_missing_logprobs_exclude_the_token_and_are_counted(bad: float) -> None:
-    (row,) = build_rows([_episode((_worked_sample([0, 0, -1, bad, 0, -3]),))])
+    (row,) = build_rows([_episode((_worked_sample([0, 0, -1, bad, 0, -3]),))], vocabulary=48)
     assert row.targets_N.tolist() == [2, 5]
     assert row.num_excluded == 1
 
@@ -57,19 +59,20 @@ def test_a_first_token_has_nothing_to_explain_it() -> None:
         sampling_logprobs=np.array([-1, -1], np.float32),
         versions=np.array([0, 0], np.int32),
     )
-    (row,) = build_rows([_episode((sample,))])
+    (row,) = build_rows([_episode((sample,))], vocabulary=48)
     assert (row.targets_N.tolist(), row.num_excluded) == ([1], 1)
 
 
 def test_greedy_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="temperature above 0"):
-        build_rows([_episode((_worked_sample([0] * 6, temperature=0.0),))])
+        build_rows([_episode((_worked_sample([0] * 6, temperature=0.0),))], vocabulary=48)
 
 
 def test_padding_is_on_the_right_and_masked(make_sample: Callable[..., TrainingSample]) -> None:
     rng = np.random.default_rng(0)
-    rows = build_rows([_episode((make_sample(rng, "a", length=4), make_sample(rng, "b", length=7)))])
-    (micro,) = micro_batches(rows, advantages=[1], weights=[1], max_tokens=14, device=torch.device("cpu"))
+    rows = build_rows([_episode((make_sample(rng, "a", length=4), make_sample(rng, "b", length=7)))], vocabulary=48)
+    credit = Credit(advantages=[1], weights=[1])
+    (micro,) = micro_batches(rows, credit=credit, max_tokens=14, device=torch.device("cpu"))
     assert micro.attention_mask_BT.tolist() == [[1] * 7, [1] * 4 + [0] * 3]
     assert micro.input_ids_BT[1, :4].tolist() == rows[0].token_ids_T.tolist()
     assert micro.num_tokens == 11

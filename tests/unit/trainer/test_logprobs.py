@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from wingbeat.core.errors import SetupError
-from wingbeat.trainer.logprobs import LogprobModel
+from wingbeat.trainer.logprobs import LogprobModel, Targets
 
 LENGTHS = [9, 6, 4]
 KINDS = ["qwen3", "llama", "gemma2", "cohere", "granite"]
@@ -42,8 +43,19 @@ def _naive(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _chunked(model: Any, inputs: dict[str, Tensor], chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    rest = {name: value for name, value in inputs.items() if name != "input_ids_BT"}
-    return LogprobModel(model, chunk_tokens=chunk_tokens)(inputs["input_ids_BT"], **rest)
+    return _scored(LogprobModel(model, chunk_tokens=chunk_tokens), inputs)
+
+
+def _scored(scorer: LogprobModel, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    places = {name: inputs[name] for name in ("attention_mask_BT", "rows_N", "sources_N")}
+    return scorer(inputs["input_ids_BT"], **places, targets=_targets(inputs))
+
+
+def _targets(inputs: dict[str, Tensor], supports: list[bytes] | None = None) -> Targets:
+    """Each target with the support of its place, b"" for the whole vocabulary."""
+    table = [blob for blob in supports or [] if blob]
+    places = [-1 if not blob else table.index(blob) for blob in supports or [b""] * len(inputs["targets_N"])]
+    return Targets(inputs["targets_N"], inputs["temperatures_N"], np.asarray(places, np.int64), tuple(table))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,8 +94,7 @@ def test_logits_never_exist_for_more_than_a_chunk(build_model: Callable[..., Any
     model, inputs = build_model("llama"), _inputs()
     scorer = LogprobModel(model, chunk_tokens=3)
     model.lm_head = CountingHead(model.lm_head)
-    rest = {name: value for name, value in inputs.items() if name != "input_ids_BT"}
-    logprobs, _ = scorer(inputs["input_ids_BT"], **rest)
+    logprobs, _ = _scored(scorer, inputs)
     forward = list(model.lm_head.calls)
     logprobs.sum().backward()
     assert forward == [3, 3, 3, 3, 3, 1]
