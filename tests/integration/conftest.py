@@ -43,6 +43,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         policies__babbler__context_tokens=4096,
         policies__babbler__trainable=False,
         server__max_body_bytes=1_000_000,
+        server__retry_grace_s=0.5,
         dataflow__groups_per_step=256,
         dataflow__max_staleness=4,
         dataflow__group_size=2,

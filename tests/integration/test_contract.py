@@ -267,6 +267,10 @@ async def test_openapi_describes_every_route(api: Api) -> None:
     described = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert described == {
         "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "POST /v1/responses",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
         "GET /v1/models",
         "GET /v1/models/{model}",
         "PUT /api/tasks/{source}",

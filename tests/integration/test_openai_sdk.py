@@ -231,3 +231,118 @@ async def test_errors_arrive_as_the_sdks_own(api: Api, sdk: AsyncOpenAI) -> None
     await api.finish(episode)
     with pytest.raises(openai.ConflictError, match="takes no more model calls"):
         await of(sdk, episode).chat.completions.create(model="solver", messages=MESSAGES)
+
+
+async def test_two_completions_are_two_text_turns_of_one_timeline(api: Api, sdk: AsyncOpenAI, server: Server) -> None:
+    episode = await api.begin(policies=["solver", "babbler"])
+    client = of(sdk, episode)
+    first = await client.completions.create(model="babbler", prompt="a list: ", max_tokens=8, logprobs=1)
+    prompt = f"a list: {first.choices[0].text}, and "
+    text = ""
+    async for part in await client.completions.create(model="babbler", prompt=prompt, max_tokens=8, stream=True):
+        text += part.choices[0].text
+    assert len(text) == len(first.choices[0].text) == 8
+    assert first.choices[0].logprobs is not None
+    assert (await api.finish(episode)).status == 200
+    graph = read_graph(server, episode.id, episode.attempt)
+    one, two = graph.turns
+    assert (one.turn_id, two.parent_id) == (first.id, one.turn_id)
+    assert first.choices[0].logprobs.token_logprobs == pytest.approx(one.logprobs.tolist(), abs=1e-6)
+    assert graph.prompt_ids(two).tolist() == [*one.segment, *one.sampled, *two.segment]
+
+
+async def test_token_ids_in_and_out(api: Api, sdk: AsyncOpenAI, server: Server) -> None:
+    episode = await api.begin(policies=["solver", "babbler"])
+    client, wanted = of(sdk, episode), {"return_token_ids": True}
+    first = await client.completions.create(model="babbler", prompt=[5, 6], max_tokens=4, extra_body=wanted)
+    told: Any = first.choices[0].model_dump()
+    assert told["prompt_token_ids"] == [5, 6] and len(told["token_ids"]) == 4
+    again = [5, 6, *told["token_ids"], 7]
+    await client.completions.create(model="babbler", prompt=again, max_tokens=4)
+    chat: Any = await client.chat.completions.create(
+        model="babbler", messages=MESSAGES, max_tokens=4, extra_body=wanted
+    )
+    assert (await api.finish(episode)).status == 200
+    one, two, three = read_graph(server, episode.id, episode.attempt).turns
+    assert one.sampled.tolist() == told["token_ids"]
+    assert (two.parent_id, two.segment.tolist()) == (one.turn_id, [7])
+    assert chat.choices[0].model_dump()["token_ids"] == three.sampled.tolist()
+
+
+FORCED = {
+    "required": "required",
+    "named": {"type": "function", "function": {"name": "calc"}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("choice", FORCED)
+async def test_a_model_that_only_babbles_calls_the_tool_when_it_must(
+    api: Api, sdk: AsyncOpenAI, server: Server, choice: str, stream: bool
+) -> None:
+    """A training episode: what could have been drawn is stored with every token, and nothing is lost to training.
+
+    The grammar lets it think before, for ever if it likes; that ends at the limit.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"op": {"enum": ["plus", "minus"]}},
+        "required": ["op"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{"type": "function", "function": {"name": "calc", "parameters": schema}}]
+    episode = await api.begin(policies=["solver", "babbler"])
+    wanted: Any = {"model": "babbler", "messages": MESSAGES, "tools": tools, "tool_choice": FORCED[choice]}
+    ended = 0
+    for seed in range(8):
+        answer: Any = await of(sdk, episode).chat.completions.create(
+            **wanted, parallel_tool_calls=False, max_tokens=120, stream=stream, seed=seed
+        )
+        if stream:
+            _, calls, reason, _ = await collect(answer)
+        else:
+            reason = answer.choices[0].finish_reason
+            calls = [(c.function.name, c.function.arguments) for c in answer.choices[0].message.tool_calls or ()]
+        assert reason in ("tool_calls", "length")
+        if reason == "tool_calls":
+            ended += 1
+            assert [name for name, _ in calls] == ["calc"]
+            assert json.loads(calls[0][1])["op"] in ("plus", "minus")
+    assert ended > 0
+    assert (await api.finish(episode)).status == 200
+    for turn in read_graph(server, episode.id, episode.attempt).turns:
+        assert turn.trainable_T.all()
+        assert turn.support_table
+        assert (turn.support_index >= 0).any()
+
+
+async def test_a_json_schema_is_kept_to(api: Api, sdk: AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    episode = await api.begin(policies=["solver", "babbler"])
+    client = of(sdk, episode)
+    for wanted in ({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, {"type": "json_object"}):
+        form: Any = wanted
+        answer = await client.chat.completions.create(
+            model="babbler", messages=MESSAGES, response_format=form, max_tokens=200
+        )
+        if answer.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    await api.abort(episode)
+
+
+async def test_top_p_trains_because_the_support_is_stored(api: Api, sdk: AsyncOpenAI, server: Server) -> None:
+    episode = await api.begin()
+    await of(sdk, episode).chat.completions.create(model="solver", messages=MESSAGES, max_tokens=16, top_p=0.9)
+    assert (await api.finish(episode)).status == 200
+    (turn,) = read_graph(server, episode.id, episode.attempt).turns
+    assert turn.trainable_T.all() and (turn.logprobs <= 0).all()
+    assert len(turn.support_index) == turn.num_sampled
+
+
+async def test_the_key_in_the_url(api: Api, server: Server) -> None:
+    episode = await api.begin()
+    async with AsyncOpenAI(base_url=f"{api.url}/s/{episode.key}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == ["solver"]
+        answer = await client.chat.completions.create(model="solver", messages=MESSAGES, max_tokens=8)
+    assert answer.id == f"chatcmpl-{episode.id}-1-0"
+    await api.abort(episode)

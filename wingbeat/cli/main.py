@@ -88,11 +88,15 @@ def demo(
 def inspect(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     episode: Annotated[str | None, typer.Argument(help="An episode id, to see its tokens.")] = None,
+    merge_report: Annotated[
+        bool, typer.Option("--merge-report", help="What timeline merging saved, and why agents forked.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With an episode: every token of long prompts, too.")] = False,
 ) -> None:
-    """Show a run, or one episode of it token by token."""
+    """Show a run, one episode of it token by token, or what merging its timelines saved."""
     from wingbeat.cli.inspect import run_inspect
 
-    run_inspect(run_dir, episode)
+    run_inspect(run_dir, episode, merge_report=merge_report, full=full)
 
 
 @app.command()
