@@ -93,9 +93,16 @@ def _build_row(sample: TrainingSample, episode: int, *, vocabulary: int) -> Row:
 def _within_support(sample: TrainingSample, *, vocabulary: int) -> NDArray[np.bool_]:
     """[T] whether each token could have been drawn, going by its own support."""
     within_T = np.ones(sample.num_tokens, np.bool_)
+    if not sample.support_index:
+        return within_T
     supports_T, tokens_T = sample.support_index_T, sample.tokens_T
     order = np.argsort(supports_T, kind="stable")
     found, starts = np.unique(supports_T[order], return_index=True)
+    if found.size and found[-1] >= len(sample.support_table):
+        raise ValueError(
+            f"sample {sample.sample_id}: expected supports below {len(sample.support_table)}, got {found[-1]}: the "
+            "data is damaged"
+        )
     for index, places in zip(found, np.split(order, starts[1:]), strict=True):
         if index >= 0:
             within_T[places] = _allows(sample.support_table[index], tokens_T[places], vocabulary=vocabulary)
@@ -106,6 +113,8 @@ def _allows(blob: bytes, tokens: NDArray[np.int32], *, vocabulary: int) -> NDArr
     ids = listed_support(blob, vocabulary=vocabulary)
     if ids is None:
         return decode_support(blob, vocabulary=vocabulary)[tokens]
+    if not ids.size:
+        raise ValueError("a support names no token: the data is damaged")
     return ids[np.searchsorted(ids[:-1], tokens)] == tokens
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wingbeat.core.config.schema import TrainerConfig
+from wingbeat.core.errors import SetupError
 from wingbeat.trainer.batching import Credit, MicroBatch, TokenFacts, micro_batches
 from wingbeat.trainer.depth_first import DepthFirst
 from wingbeat.trainer.forwards import SharingRules, plan_forwards
@@ -56,7 +57,8 @@ class PassResult:
 class GradientPass:
     """Adds up the gradient of an update, sharing forwards as the config says.
 
-    A model that cannot be driven over a tree keeps its rows; that is logged once, here.
+    A model that cannot be driven over a tree keeps its rows; that is logged once, here.  Where the config
+    demands trees (``prefix_tree = "on"``) it is refused instead: SetupError.
     """
 
     def __init__(
@@ -70,6 +72,11 @@ class GradientPass:
         if config.prefix_tree != "off":
             self._trees = TreeScorer(logprobs, backend="auto" if backend == "depth_first" else backend, device=device)
         unsupported = self._trees.unsupported if self._trees else None
+        if unsupported is not None and config.prefix_tree == "on":
+            raise SetupError(
+                f"prefix_tree = 'on', but {type(logprobs.model).__name__} cannot share forwards over a prefix tree: "
+                f"{unsupported}; set it to 'auto' or 'off', which train the same"
+            )
         if unsupported is not None:
             logger.warning(
                 "%s cannot share forwards over a prefix tree: %s. Each sample is forwarded by itself, which is slower "

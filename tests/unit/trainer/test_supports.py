@@ -156,15 +156,23 @@ def test_a_token_outside_of_its_own_support_cannot_train() -> None:
     assert (row.targets_N.tolist(), row.num_excluded) == ([1], 1)
 
 
-def test_a_damaged_support_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ((b"\x07nonsense",), "unknown support encoding"),
+        ((b"\x01",), "names no token"),
+        ((), "expected supports below 0"),
+    ],
+)
+def test_a_damaged_support_is_refused(table: tuple[bytes, ...], reason: str) -> None:
     sample = TrainingSample.build(
         "s",
         token_ids=np.asarray([1, 2], np.int32),
         sampled=np.asarray([0, 1], np.uint8),
         sampling_logprobs=np.asarray([0, -1], np.float32),
         versions=np.asarray([-1, 0], np.int32),
-        support_table=(b"\x07nonsense",),
+        support_table=table,
         support_index=np.asarray([-1, 0], np.int32),
     )
-    with pytest.raises(ValueError, match="unknown support encoding"):
+    with pytest.raises(ValueError, match=reason):
         build_rows([EpisodeSamples("e", 1, "g", "p", "", 1.0, (sample,))], vocabulary=VOCAB)

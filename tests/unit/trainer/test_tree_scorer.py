@@ -144,22 +144,32 @@ def test_flex_needs_cuda(build_model: Callable[..., Any]) -> None:
         _trees(build_model("qwen3"), backend="flex")
 
 
+def _gradient_pass(model: Any, config: TrainerConfig) -> GradientPass:
+    return GradientPass(
+        LogprobModel(model, chunk_tokens=8),
+        config=config,
+        loss_config=LossConfig.resolve(config, context_tokens=32),
+        device=CPU,
+    )
+
+
 def test_a_model_that_keeps_its_rows_is_logged_once(
     build_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_model("llama")
     model.config.sliding_window = 4096
-    config = TrainerConfig(prefix_tree="on")
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
-        made = GradientPass(
-            LogprobModel(model, chunk_tokens=8),
-            config=config,
-            loss_config=LossConfig.resolve(config, context_tokens=32),
-            device=CPU,
-        )
+        made = _gradient_pass(model, TrainerConfig())
     assert not made.supports_trees
     (record,) = caplog.records
     assert "LlamaForCausalLM cannot share forwards over a prefix tree: its sliding windows" in record.getMessage()
+
+
+def test_trees_that_were_demanded_and_cannot_be_had_are_refused(build_model: Callable[..., Any]) -> None:
+    model = build_model("llama")
+    model.config.sliding_window = 4096
+    with pytest.raises(SetupError, match="prefix_tree = 'on', but LlamaForCausalLM .* set it to 'auto' or 'off'"):
+        _gradient_pass(model, TrainerConfig(prefix_tree="on"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA only")
