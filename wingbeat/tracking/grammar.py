@@ -11,6 +11,8 @@ Schemas are inlined whole, so that their ``$ref`` still start at their own root.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -23,6 +25,9 @@ from wingbeat.tracking.template import ChatTemplate
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """What a tool without ``parameters`` takes."""
+
+EXCERPT = re.compile(r"\s*\d+ \| ")
+"""How llguidance begins its excerpt of a grammar."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -82,7 +87,13 @@ def grammar_fault(grammar: str) -> str:
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     except ValueError as error:
         return str(error)
-    return messages[0].partition("\n")[0] if failed else ""
+    return _one_line(messages[0]) if failed else ""
+
+
+def _one_line(fault: str) -> str:
+    """A message without the excerpt of the grammar, which users never see, and its pointing carets."""
+    lines = itertools.takewhile(lambda line: EXCERPT.match(line) is None, fault.splitlines())
+    return " ".join(text for line in lines if (text := line.strip(" ^")))
 
 
 def _choose(tools: Sequence[Mapping[str, Any]], *, names: Sequence[str], required: bool) -> list[Tool]:

@@ -446,3 +446,5 @@ def test_faults_are_told_in_one_line() -> None:
     assert grammar_fault("start: /a+/") == ""
     fault = grammar_fault("start: nothing")
     assert fault and "\n" not in fault
+    fault = grammar_fault('start: %json {"type": "string", "pattern": "(["}')
+    assert fault.endswith("regex parse error: ([ error: unclosed character class")

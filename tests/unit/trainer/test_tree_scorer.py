@@ -168,7 +168,7 @@ def test_a_model_that_keeps_its_rows_is_logged_once(
 def test_trees_that_were_demanded_and_cannot_be_had_are_refused(build_model: Callable[..., Any]) -> None:
     model = build_model("llama")
     model.config.sliding_window = 4096
-    with pytest.raises(SetupError, match="prefix_tree = 'on', but LlamaForCausalLM .* set it to 'auto' or 'off'"):
+    with pytest.raises(SetupError, match=r"prefix_tree = 'on', but LlamaForCausalLM .* set it to 'auto' or 'off'"):
         _gradient_pass(model, TrainerConfig(prefix_tree="on"))
 
 
