@@ -362,3 +362,16 @@ async def test_tool_choices_keep_the_timeline(
     )
     assert answer.stop_reason == ("end_turn" if choice["type"] == "none" else "tool_use")
     check_one_timeline(await graph_of(server, api, episode))
+
+
+async def test_unknown_paths_are_told_in_the_sdks_own_shape_and_without_the_key(
+    server: ScriptedServer, api: Api, sdk: AsyncAnthropic
+) -> None:
+    episode = await begin(server, api, [])
+    client = sdk.with_options(base_url=f"{server.url}/s/{episode.key}", api_key="none")
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await client.messages.batches.list()
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert episode.key not in str(body) and "/s/.../v1/messages/batches" in body["error"]["message"]
+    await api.abort(episode)

@@ -43,6 +43,17 @@ async def test_the_viewer_shows_tokens_and_why_the_prompt_was_rendered_anew(serv
     assert rows and {row[5] for row in rows} == {"train"}
 
 
+async def test_names_that_look_like_markup_are_shown_as_they_are(server: ScriptedServer, api: Api):
+    episode = await api.begin(label="[/label]", group={"id": "[/a] b/c?", "size": 1})
+    assert (await api.chat(episode, model="solver:[/agent]")).status == 200
+    assert (await api.finish(episode, metrics={"[/metric]": 1.0})).status == 200
+    for more in ([episode.id], [], ["--merge-report"]):
+        shown = cli("inspect", str(server.run_dir), *more)
+        assert shown.returncode == 0, shown.stderr
+        if more == [episode.id]:
+            assert all(name in shown.stdout for name in ("[/label]", "solver:[/agent]", "[/metric]"))
+
+
 async def test_long_prompts_are_cut_in_the_middle_unless_asked_for(server: ScriptedServer, api: Api):
     episode = await api.begin()
     await api.chat(episode, messages=[{"role": "user", "content": "words " * 60}])

@@ -39,7 +39,7 @@ def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = F
     path = run_dir / "ledger.sqlite"
     if not path.is_file():
         raise SetupError(f"{run_dir} is no run directory: it holds no ledger.sqlite")
-    console = Console()
+    console = Console(markup=False)  # clients chose the names that are shown
     policies = load_policies(run_dir)
     train_superseded = frozenset(name for name, facts in policies.items() if facts.train_superseded)
     with open_read_only(path) as ledger:

@@ -20,7 +20,7 @@ from wingbeat.core.errors import PayloadTooLarge, PermissionDenied, WingbeatErro
 from wingbeat.server.control import Control
 from wingbeat.server.error_answers import error_headers, error_response, http_fault
 from wingbeat.server.keys import RoleKeys
-from wingbeat.server.routes_calls import ROUTES, ModelCalls, dialect_of, refuse_other_origins
+from wingbeat.server.routes_calls import ROUTES, ModelCalls, dialect_of, refuse_other_origins, without_key
 from wingbeat.server.routes_episodes import episode_routes, run_routes
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,9 @@ async def _wingbeat_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(http_fault(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    path = request.url.path
+    own = http_fault(error.status_code, f"{request.method} {without_key(path)}: {error.detail}")
+    return Response(dialect_of(path).error(own), own.status, error.headers, media_type="application/json")
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
@@ -99,7 +101,7 @@ async def _unexpected_call(request: Request, error: Exception) -> Response:
 
 
 def _logged(request: Request, error: Exception) -> WingbeatError:
-    logger.exception("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+    logger.exception("unexpected error in %s %s", request.method, without_key(request.url.path), exc_info=error)
     return WingbeatError(f"unexpected {type(error).__name__} in the server; its log has the details")
 
 

@@ -2,13 +2,14 @@
 
 Such a group belongs to its client: its slots are dealt to nobody else, since only that client's agents
 know its task.  Our id of it is ``client:NAME:SUFFIX``, so that after a restart the names are read back from
-the open groups.
+the open groups.  Ids of episodes begin with it and stand in paths, so what is special there is spelt ``~2F``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from urllib.parse import quote, unquote
 
 from wingbeat.core.errors import ConflictError
 
@@ -38,7 +39,7 @@ class ClientGroups:
 
     def add(self, name: str, *, suffix: str) -> str:
         """The id of a new group; the empty name is for a task without a group, and is not kept."""
-        group_id = f"{PREFIX}{name}:{suffix}"
+        group_id = f"{PREFIX}{_spell(name)}:{suffix}"
         if name:
             self._open[name] = group_id
         return group_id
@@ -57,5 +58,9 @@ class ClientGroups:
         self._open.update({_name(g): g for g in group_ids if is_client_group(g) and _name(g)})
 
 
+def _spell(name: str) -> str:
+    return quote(name, safe=":").replace("~", "%7E").replace("%", "~")
+
+
 def _name(group_id: str) -> str:
-    return group_id.removeprefix(PREFIX).rpartition(":")[0]
+    return unquote(group_id.removeprefix(PREFIX).rpartition(":")[0].replace("~", "%"))

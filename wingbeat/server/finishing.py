@@ -79,6 +79,7 @@ class Finishing:
         record = self._record(episode, request, digest)
         # Book and ledger in one breath: what happens to the group later comes after this finish there, too.
         self._parts.book.finish(episode.episode_id, episode.attempt, record)
+        self._count_untrainable(episode, record)
         episode.become(EpisodeState.CLOSING)
         episode.finish_digest = digest
         _cancel_calls(episode)
@@ -203,7 +204,7 @@ class Finishing:
             policies=episode.policies,
         )
         is_agent = request.outcome is Outcome.AGENT
-        trainable = [p for p in episode.policies if self._parts.policies[p].config.trainable]
+        trainable = self._trainable(episode)
         assigned = assign_rewards(request.rewards, credit, required=trainable if is_agent else ())
         rewards = {f"{policy}:{agent}" if agent else policy: reward for (policy, agent), reward in assigned.items()}
         for policy in episode.policies:
@@ -214,7 +215,7 @@ class Finishing:
                 rewards.setdefault(policy, request.rewards.policies[policy])
             elif own:
                 rewards.setdefault(policy, sum(own) / len(own))
-        samples = self._samples(episode, trainable, assigned) if is_agent and episode.split is Split.TRAIN else ()
+        samples = self._samples(episode, trainable, assigned) if _trains(episode, request.outcome) else ()
         return EpisodeRecord(
             episode_id=episode.episode_id,
             attempt=episode.attempt,
@@ -235,12 +236,10 @@ class Finishing:
     def _samples(
         self, episode: OpenEpisode, policies: Sequence[str], rewards: Mapping[tuple[str, str], float]
     ) -> tuple[EpisodeSamples, ...]:
-        """What each policy and agent trains on, and what it cannot, counted by reason."""
+        """What each policy and agent trains on."""
         samples: list[EpisodeSamples] = []
         for policy in policies:
             keeps = self._parts.policies[policy].config.train_superseded
-            for reason, count in count_untrainable(episode.graph, policy=policy, train_superseded=keeps).items():
-                self._parts.metrics.untrainable.labels(policy, reason).inc(count)
             built = build_samples(episode.graph, policy=policy, episode_id=episode.episode_id, train_superseded=keeps)
             for agent, parts in built.items():
                 samples.append(
@@ -256,6 +255,20 @@ class Finishing:
                     )
                 )
         return tuple(samples)
+
+    def _trainable(self, episode: OpenEpisode) -> list[str]:
+        return [policy for policy in episode.policies if self._parts.policies[policy].config.trainable]
+
+    def _count_untrainable(self, episode: OpenEpisode, record: EpisodeRecord) -> None:
+        """By reason; only of a finish that counts."""
+        for policy in self._trainable(episode) if _trains(episode, record.outcome) else ():
+            keeps = self._parts.policies[policy].config.train_superseded
+            for reason, count in count_untrainable(episode.graph, policy=policy, train_superseded=keeps).items():
+                self._parts.metrics.untrainable.labels(policy, reason).inc(count)
+
+
+def _trains(episode: OpenEpisode, outcome: Outcome) -> bool:
+    return outcome is Outcome.AGENT and episode.split is Split.TRAIN
 
 
 def _mark_superseded(episode: OpenEpisode) -> None:

@@ -181,8 +181,8 @@ class Gateway:
                         yield TextDelta(index, turn.turn_id, text, kind)
                     if turn.text.stopped:
                         break
-            ended = True
             async with episode.graph_lock:
+                ended = True  # not before: whoever gives up while it waits here leaves an abandoned turn
                 episode.require_open()
                 choice = self._commit(episode, prepared, turn)
             self._metrics.turn(call.policy, len(choice.token_ids), time.perf_counter() - started)

@@ -40,7 +40,7 @@ class Fingerprint:
         return cls(
             digest=path.encode() + hashlib.sha256(body).digest(),
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
-            is_retry=count.isdigit() and int(count) > 0,
+            is_retry=count.isdigit() and bool(count.strip(b"0")),
         )
 
 
@@ -53,19 +53,30 @@ class SeenCalls:
     order: OrderedDict[Run, Fingerprint] = field(default_factory=OrderedDict)
 
     def add(self, fingerprint: Fingerprint, run: Run) -> None:
-        self.by_digest.setdefault(fingerprint.digest, []).append(run)
+        runs = self.by_digest.setdefault(fingerprint.digest, [])
+        lost = next((earlier for earlier in runs if earlier.is_orphan and not earlier.can_be_joined), None)
+        if lost is not None:  # this one takes its place
+            runs.remove(lost)
+        runs.append(run)
         if fingerprint.idempotency_key:
             self.by_key[fingerprint.idempotency_key] = (fingerprint.digest, run)
         self.order[run] = fingerprint
-        while len(self.order) > MAX_RUNS_OF_EPISODE:
-            self._forget_oldest()
+        for _ in range(2):  # after many at once the number falls again
+            if len(self.order) > MAX_RUNS_OF_EPISODE:
+                self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        run, fingerprint = self.order.popitem(last=False)
-        runs = self.by_digest[fingerprint.digest]
-        runs.remove(run)
-        if not runs:
-            del self.by_digest[fingerprint.digest]
+        """Unless it still runs: a retry that did not find it would be sampled beside it."""
+        run = next(iter(self.order))
+        if not run.done:
+            self.order.move_to_end(run)
+            return
+        fingerprint = self.order.pop(run)
+        runs = self.by_digest.get(fingerprint.digest, [])
+        if run in runs:
+            runs.remove(run)
+            if not runs:
+                del self.by_digest[fingerprint.digest]
         if self.by_key.get(fingerprint.idempotency_key, (b"", None))[1] is run:
             del self.by_key[fingerprint.idempotency_key]
 
@@ -87,7 +98,7 @@ class SeenCalls:
         if not fingerprint.is_retry:
             return []
         runs = self.by_digest.get(fingerprint.digest, [])
-        orphans = [run for run in runs if run.is_orphan]
+        orphans = sorted((run for run in runs if run.is_orphan), key=lambda run: not run.can_be_joined)
         return [*orphans, *(run for run in reversed(runs) if run not in orphans)]
 
 
@@ -110,11 +121,13 @@ class ReplayBook:
         for run in runs:
             if run.can_be_joined:
                 return run, ()
+            if run.is_orphan:  # its caller got nothing: what an equal request was answered is another sample
+                return None, run.turn_ids
         return None, runs[0].turn_ids if runs else ()
 
     def keep(self, run: Run) -> None:
-        """A run has ended: keep its answer while there is room."""
-        if run.failed:
+        """A run has ended: keep its answer while there is room, and its episode lasts."""
+        if not run.can_be_joined:
             return
         self._kept[run] = run.num_bytes
         self._num_bytes += run.num_bytes

@@ -86,7 +86,14 @@ def split_key(path: str) -> tuple[str, str]:
 
 def dialect_of(path: str) -> Dialect:
     """Whose error shape a path answers with."""
-    return DIALECTS.get(split_key(path)[1], CHAT)
+    path = split_key(path)[1]
+    return DIALECTS.get(path, MESSAGES if path.startswith("/v1/messages/") else CHAT)
+
+
+def without_key(path: str) -> str:
+    """A path as messages and logs may show it."""
+    key, rest = split_key(path)
+    return f"{KEY_PREFIX}...{rest}" if key else path
 
 
 class ModelCalls:
@@ -242,7 +249,7 @@ def _headers(run: Run, length: int) -> list[tuple[bytes, bytes]]:
 
 def check_method(scope: Scope, method: str) -> None:
     if scope["method"] != method:
-        raise http_fault(405, f"{scope['method']} {scope['path']}: use {method}")
+        raise http_fault(405, f"{scope['method']} {without_key(scope['path'])}: use {method}")
 
 
 def refuse_other_origins(headers: Mapping[bytes, bytes]) -> None:

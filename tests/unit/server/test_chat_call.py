@@ -92,7 +92,7 @@ def test_fields_that_would_change_sampling_are_refused_by_name_unless_they_say_n
 
 
 BAD = {
-    "model": ["", None, 3],
+    "model": ["", None, 3, "solver:\ud800"],
     "messages": [[], None, "hi", {}],
     "tools": ["x", [3], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]],
     "tool_choice": [{"type": "function"}, "sometimes", 1, [], {"type": "allowed_tools"}],

@@ -178,6 +178,12 @@ async def test_training_uses_the_policys_temperature_and_evaluation_the_callers(
     assert (evaluation.sampling.temperature, evaluation.sampling.top_p, evaluation.enforced) == (0.0, 0.5, {})
 
 
+async def test_without_a_limit_of_the_caller_that_of_the_policy_holds(open_desk: Any, join_engine: Any) -> None:
+    desk = open_desk(policies={"solver": {"context_tokens": 64, "sampling": {"max_tokens": 7}}})
+    talk = Talk(desk, join_engine, Split.TRAIN)
+    assert [talk.prepare(**fields).sampling.max_tokens for fields in ({}, {"max_tokens": 9})] == [7, 9]
+
+
 async def test_the_context_bounds_the_answer_and_refuses_a_prompt_that_fills_it(open_talk: Any) -> None:
     prepared = open_talk().prepare(max_tokens=1000)
     assert prepared.sampling.max_tokens == 64 - len(prepared.plan.prompt_ids)

@@ -29,6 +29,18 @@ def test_names_with_separators_survive_a_restart() -> None:
     assert after.find("") is None
 
 
+def test_names_stand_in_paths_and_never_meet() -> None:
+    names = ("a/b", "a~2Fb", "a%2Fb", "x?y#z", "[/red]", "..", "ü")
+    groups = ClientGroups()
+    ids = [groups.add(name, suffix="s") for name in names]
+    assert len(set(ids)) == len(names)
+    assert all(own.replace(":", "").replace("~", "").replace(".", "").isalnum() and own.isascii() for own in ids)
+    groups.close(ids)
+    for name in names:
+        with pytest.raises(ConflictError):
+            groups.find(name)
+
+
 def test_names_of_closed_groups_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_groups, "REMEMBERED", 2)
     groups = ClientGroups()

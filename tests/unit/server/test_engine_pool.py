@@ -125,6 +125,21 @@ async def test_a_grammar_goes_along_and_knows_what_it_has_consumed_already(fligh
     await task
 
 
+async def test_what_another_engine_goes_on_with_is_drawn_with_another_seed(flights: Flights, join_engine: Any) -> None:
+    first = join_engine(flights.pool, "first")
+    first.serve()
+    task = await flights.start(stream=True, sampling=SamplingParams(max_tokens=8, seed=7))
+    (sent,) = first.of(Generate)
+    first.say(sent.request_id, 5, 6)
+    first.leave()
+    second = join_engine(flights.pool, "second")
+    second.serve()
+    (again,) = second.of(Generate)
+    assert (sent.seed, again.seed, again.max_tokens) == (7, 9, 6)
+    second.say(again.request_id, 9, finish=FinishReason.STOP)
+    await task
+
+
 async def test_requests_that_lost_their_engine_go_before_younger_ones(flights: Flights, join_engine: Any) -> None:
     first = join_engine(flights.pool, "first")
     first.serve()

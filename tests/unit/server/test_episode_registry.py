@@ -21,6 +21,7 @@ from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server import episodes
 from wingbeat.server.episodes import TRANSITIONS, EpisodeRegistry, EpisodeState, OpenEpisode
 from wingbeat.server.keys import RoleKeys, digest
+from wingbeat.server.replays import Fingerprint
 from wingbeat.tracking.graph import EpisodeGraph
 
 GROUP = GroupSpec("g", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
@@ -190,3 +191,27 @@ def test_a_repeated_begin_gets_its_first_answer(
     registry.remember_begin("k2", "body", reply("e2"))
     registry.remember_begin("k3", "body", reply("e3"))
     assert registry.replay_begin("k1", "body") is None  # memory is bounded
+
+
+class FakeRun:
+    """An answer that is kept."""
+
+    turn_ids = ("turn-0",)
+    num_bytes = 10
+    failed = False
+    can_be_joined = True
+
+    def let_go(self) -> None:
+        self.can_be_joined = False
+
+
+def test_what_has_ended_holds_no_answers_and_no_marks(registry: EpisodeRegistry) -> None:
+    episode, run = attempt(), FakeRun()
+    registry.add(episode)
+    episode.seen.add(Fingerprint(b"digest"), run)  # pyright: ignore[reportArgumentType]
+    registry.replays.keep(run)  # pyright: ignore[reportArgumentType]
+    episode.undelivered.add("turn-0")
+    episode.resampled.add("turn-0")
+    registry.end(episode, EpisodeState.ABORTED)
+    assert (registry.replays.num_bytes, run.can_be_joined, len(episode.seen.order)) == (0, False, 0)
+    assert not episode.undelivered and not episode.resampled

@@ -284,6 +284,15 @@ async def test_bad_input_is_a_defined_answer(site: Site, raw: bytes, status: int
     assert (await site.call()).status == 200
 
 
+async def test_no_answer_repeats_the_key_of_the_path(site: Site) -> None:
+    for method, path in (("GET", CHAT), ("POST", "/v1/models"), ("PUT", "/v1/messages")):
+        caller = await site.caller()
+        caller.send(method, f"/s/{KEY}{path}", b"", {})
+        reply = await caller.reply()
+        assert (reply.status, reply.json["error"]["type"]) == (405, "invalid_request_error")
+        assert KEY.encode() not in reply.body and f"/s/...{path}".encode() in reply.body
+
+
 async def test_web_pages_of_other_origins_are_refused(site: Site) -> None:
     assert (await (await site.ask(headers={"origin": "http://evil"})).reply()).status == 403
     assert (await site.call(headers={"origin": "http://here"})).status == 200
@@ -405,6 +414,20 @@ async def test_of_several_equal_calls_a_retry_belongs_to_the_one_that_was_left(s
     assert site.superseded == {}
 
 
+async def test_of_two_equal_calls_the_one_that_failed_is_sampled_again(site: Site) -> None:
+    answered = await site.call("a<|im_end|>")
+    failed = await site.ask()
+    await site.until(lambda: len(site.requests) == 2, "the second to begin")
+    site.say("", finish=None)
+    site.engine.say(site.requests[-1].request_id, finish=FinishReason.ERROR, error="out of memory")
+    assert (await failed.reply()).status == 503
+    again = await site.call("b<|im_end|>", headers=RETRY)
+    assert again.json["id"] != answered.json["id"] and again.json["choices"][0]["message"]["content"] == "b"
+    third = await (await site.ask(headers=RETRY)).reply()
+    assert third.body == again.body
+    assert site.superseded == {} and site.episode.graph.num_turns == 2
+
+
 async def test_an_idempotency_key_is_for_one_body(site: Site) -> None:
     key = {"idempotency-key": "one"}
     first = await site.call(headers=key)
@@ -486,6 +509,45 @@ async def test_a_stream_arrives_token_by_token(site: Site) -> None:
     assert b'"finish_reason":"stop"' in end and b'"usage"' in end
     await site.idle()
     assert site.superseded == {}
+
+
+async def test_a_caller_that_leaves_while_its_turn_waits_to_be_kept_leaves_an_abandoned_one(site: Site) -> None:
+    caller = await site.ask(stream=True)
+    await site.until(lambda: site.requests, "the call to begin")
+    async with site.episode.graph_lock:  # as a long request of the same episode holds it
+        site.say("no<|im_end|>")
+        await caller.until(b'"content":"o"')
+        await site.until(lambda: not site.desk.engines.in_flight, "the end of the generation")
+        await caller.hang_up()
+        await site.until(lambda: next(iter(site.episode.seen.order)).is_orphan, "the hang-up")
+        await asyncio.sleep(0)
+    await site.idle()
+    (turn,) = site.episode.graph.turns
+    assert (turn.finish_reason, turn.reply.content) == (FinishReason.ABORT, "no")
+    assert site.superseded == {turn.turn_id: "undelivered"}
+
+
+async def test_a_connection_that_closed_before_anyone_noticed_is_no_delivery(site: Site) -> None:
+    closed, told = asyncio.Event(), asyncio.Event()
+    body = iter([{"type": "http.request", "body": json.dumps({"model": "solver", "messages": HI}).encode()}])
+
+    async def receive() -> Any:
+        if (message := next(body, None)) is not None:
+            return message
+        if not closed.is_set():
+            await told.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        closed.set()  # while the head of the answer leaves
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"x-api-key", KEY.encode())]}
+    call = asyncio.create_task(ModelCalls(site.desk, elsewhere)(scope, receive, send))
+    await site.until(lambda: site.requests, "the call to begin")
+    site.say("yes<|im_end|>")
+    await call
+    (turn,) = site.episode.graph.turns
+    assert site.superseded == {turn.turn_id: "undelivered"}
 
 
 async def test_a_caller_that_leaves_a_stream_aborts_it_at_once(site: Site) -> None:

@@ -19,6 +19,7 @@ class FakeRun:
         self.num_bytes = size
         self.is_orphan = is_orphan
         self.failed = failed
+        self.done = True
         self.is_kept = True
 
     @property
@@ -49,10 +50,14 @@ def test_what_makes_a_repetition() -> None:
         assert book.find(calls, other) == (None, ())
 
 
-@pytest.mark.parametrize("count", [b"", b"0", b"x", b"-1", b"0.5"])
+@pytest.mark.parametrize("count", [b"", b"0", b"000", b"x", b"-1", b"0.5"])
 def test_only_a_positive_count_marks_a_retry(count: bytes) -> None:
     assert not Fingerprint.of("/", b"", {b"x-stainless-retry-count": count}).is_retry
     assert Fingerprint.of("/", b"", {b"x-stainless-retry-count": b" 1 "}).is_retry
+
+
+def test_a_count_of_any_length_is_read() -> None:
+    assert Fingerprint.of("/", b"", {b"x-stainless-retry-count": b"9" * 5000}).is_retry
 
 
 def test_an_idempotency_key_needs_no_other_mark_and_allows_no_other_body() -> None:
@@ -76,6 +81,20 @@ def test_a_retry_belongs_to_the_oldest_run_whose_caller_left_else_to_the_newest(
 def test_what_cannot_be_joined_is_replaced() -> None:
     failed: Any = FakeRun("a", failed=True)
     assert ReplayBook().find(seen(failed), of(retry=True)) == (None, ("a",))
+
+
+def test_a_retry_of_what_failed_never_gets_the_answer_of_an_equal_request() -> None:
+    answered: Any = FakeRun("a")
+    failed: Any = FakeRun("b", is_orphan=True, failed=True)
+    calls, book = seen(answered, failed), ReplayBook()
+    assert book.find(calls, of(retry=True)) == (None, ("b",))
+    again: Any = FakeRun("c")
+    calls.add(of(retry=True), again)
+    assert book.find(calls, of(retry=True)) == (again, ()), "once sampled anew, that is what its retries get"
+    left: Any = FakeRun("d", is_orphan=True)
+    calls.add(of(), FakeRun("e", is_orphan=True, failed=True))  # pyright: ignore[reportArgumentType]
+    calls.add(of(), left)
+    assert book.find(calls, of(retry=True)) == (left, ())
 
 
 def test_answers_are_kept_within_bytes_and_number_and_the_oldest_go_first() -> None:
@@ -106,6 +125,29 @@ def test_the_end_of_an_episode_frees_its_answers() -> None:
     book.forget(calls)
     assert (mine.is_kept, other.is_kept, book.num_bytes) == (False, True, 10)
     assert book.find(calls, of(key="k", retry=True)) == (None, ())
+
+
+def test_a_call_that_ends_after_its_episode_is_not_kept() -> None:
+    late: Any = FakeRun("a", size=10)
+    book, calls = ReplayBook(), seen(late)
+    book.forget(calls)
+    book.keep(late)
+    assert book.num_bytes == 0
+
+
+def test_a_running_call_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_RUNS_OF_EPISODE", 2)
+    calls = SeenCalls()
+    runs: list[Any] = [FakeRun(str(number)) for number in range(12)]
+    for number, run in enumerate(runs[:6]):
+        run.done = False
+        calls.add(of(key=str(number)), run)
+    assert all(ReplayBook().find(calls, of(key=str(number)))[0] is run for number, run in enumerate(runs[:6]))
+    for run in runs[:6]:
+        run.done = True
+    for number, run in enumerate(runs[6:], start=6):
+        calls.add(of(key=str(number)), run)
+    assert list(calls.order) == runs[10:]
 
 
 def test_an_episode_remembers_a_bounded_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

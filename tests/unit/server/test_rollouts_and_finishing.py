@@ -281,6 +281,21 @@ async def test_superseded_replies_are_counted_and_trained_only_by_config(open_de
         assert (line in told) is not keeps
 
 
+async def test_a_finish_that_is_refused_counts_no_tokens(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = open_desk(group_size=1)
+    (episode,) = await begun(desk)
+    episode.undelivered.add(take_turn(desk, episode, agent="lost"))
+
+    def refuse(*_: object) -> None:
+        raise EpisodeClosed("its group has closed")
+
+    monkeypatch.setattr(desk.book, "finish", refuse)
+    for _ in range(2):
+        with pytest.raises(EpisodeClosed):
+            await desk.finishing.finish(episode, finish())
+    assert "wingbeat_untrainable_tokens_total{" not in desk.metrics.render().decode()
+
+
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.AGENT])
 async def test_a_failed_outcome_reopens_the_slot_and_never_reaches_a_baseline(
     open_desk: OpenDesk, outcome: Outcome

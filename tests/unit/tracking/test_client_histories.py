@@ -423,3 +423,27 @@ def test_only_the_same_agent_of_the_same_episode_continues_a_named_turn(chatml: 
     assert caught.value.param == "model"
     with pytest.raises(ValueError, match="no turn of episode"):
         resolve(EpisodeGraph("other"), chatml, news, previous=first)
+
+
+def test_results_of_calls_that_nobody_made_differ_by_their_ids(chatml: ChatTemplate, say: Say) -> None:
+    graph = EpisodeGraph("ep")
+    asked = [*ASKED, {"role": "tool", "tool_call_id": "x", "content": "5"}]
+    turn = say(graph, chatml, parse_messages(asked), "so<|im_end|>", tools=TOOLS)
+    more = [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go"}]
+    assert resolve(graph, chatml, [*asked, *more]).parent is turn
+    other = resolve(graph, chatml, [*ASKED, {**asked[2], "tool_call_id": "y"}, *more])
+    assert other.parent is None
+    assert other.fork_reason == "message 2 differs: tool_call_id of another call ('x' -> 'y')"
+
+
+def test_reasoning_that_moved_to_another_reply_is_another_conversation(chatml: ChatTemplate, say: Say) -> None:
+    graph = EpisodeGraph("ep")
+    asked = list(ASKED)
+    first = say(graph, chatml, parse_messages(asked), "<think>\nhm\n</think>\n\none<|im_end|>")
+    asked += [{"role": "assistant", "content": "one", "reasoning_content": "hm"}, {"role": "user", "content": "go"}]
+    say(graph, chatml, parse_messages(asked), "two<|im_end|>")
+    asked += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "on"}]
+    moved = copy.deepcopy(asked)
+    moved[4]["reasoning_content"] = moved[2].pop("reasoning_content")
+    found = resolve(graph, chatml, moved, tools=None)
+    assert (found.parent, found.fork_reason) == (first, "message 4 differs: reasoning ('' -> 'hm')")

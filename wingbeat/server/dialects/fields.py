@@ -12,7 +12,7 @@ import orjson
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
 from wingbeat.server.calls import ToolChoice
-from wingbeat.server.dialects.blocks import shown
+from wingbeat.server.dialects.blocks import as_text, shown
 
 MAX_N = 64
 MAX_STOPS = 16
@@ -57,7 +57,7 @@ def string(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise RequestError(f"`{name}` must be a non-empty string, got {shown(value)}", param=name)
-    return value
+    return as_text(value, name)
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
