@@ -59,6 +59,13 @@ async def test_foreign_and_missing_keys(api: Api, episode: Begun, bystander: Beg
     theirs.refused(403, "permission_denied", "another episode")
 
 
+async def test_a_base_url_with_too_many_or_too_few_parts(api: Api, episode: Begun) -> None:
+    body = {"model": "solver", "max_tokens": 1, "messages": QUESTION}
+    for path, hint in (("/v1/v1/messages", "one /v1 too many"), ("/chat/completions", "lacks its /v1")):
+        (await api.call("POST", path, body, key=episode.key)).refused(404, "not_found", path, hint)
+    (await api.call("POST", "/v1/embeddings", body, key=episode.key)).refused(404, "not_found", "/v1/embeddings")
+
+
 async def test_a_call_after_finish(api: Api, bystander: Begun) -> None:
     done = await api.begin()
     assert (await api.finish(done)).status == 200
@@ -207,9 +214,9 @@ async def test_a_client_killed_mid_episode_loses_only_that_episode(api: Api, bys
 
 
 def one_line_error(result: subprocess.CompletedProcess[str], *hints: str) -> None:
-    """Exit code 2, one line on standard error, and in it what to do."""
+    """Exit code 2, one line of error (after notes of what was begun), and in it what to do."""
     assert result.returncode == 2, result
-    lines = result.stderr.strip().splitlines()
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("preparing the model ")]
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("error: ")
     for hint in hints:

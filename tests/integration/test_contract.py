@@ -49,6 +49,16 @@ async def test_an_episode_from_begin_to_finish(api: Api) -> None:
     assert ended["num_sampled_tokens"] == reply["num_sampled_tokens"] > 0
 
 
+async def test_the_first_policy_of_an_episode_is_one_that_trains(api: Api) -> None:
+    episode = await api.begin(policies=["babbler", "solver"])
+    assert episode.reply["policies"] == ["solver", "babbler"]
+    assert [m["id"] for m in (await api.get("/v1/models", key=episode.key))["data"]] == ["solver", "babbler"]
+    state = await api.get(f"/api/episodes/{episode.id}", key=episode.key)
+    assert state["policies"] == ["solver", "babbler"]
+    assert (await api.chat(episode, model="babbler")).status == 200
+    assert "called no trainable policy, only 'babbler'" in (await api.finish(episode, 0.5)).body["warning"]
+
+
 async def test_begin_is_idempotent_by_its_key(api: Api) -> None:
     body = api.begin_body(label="once")
     first = await api.call("POST", "/api/episodes", body)

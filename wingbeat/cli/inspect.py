@@ -10,14 +10,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wingbeat.cli.inspect_episode import show_attempt
+from wingbeat.cli.inspect_episode import Training, show_attempt, shown_state
+from wingbeat.cli.liveness import is_served
 from wingbeat.cli.merge_report import build_report, show_report
 from wingbeat.core.errors import SetupError
 from wingbeat.core.types import Split
 from wingbeat.dataflow.ledger_reader import LedgerReader, open_read_only
+from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.dataflow.ledger_views import AttemptView
 from wingbeat.tracking.template import ChatTemplate
 
 EPISODES_SHOWN = 10
+RUNS_SHOWN = 10
+UNWRAPPED = 10_000
+"""Columns where no terminal sets them: what is piped is searched and copied, so ids stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class PolicyFacts:
     template: ChatTemplate | None
     """To show tokens as text; None where the model folder is gone."""
     train_superseded: bool
+    trainable: bool
 
 
 def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = False, full: bool = False) -> None:
@@ -36,29 +43,46 @@ def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = F
     """
     if merge_report and episode_id is not None:
         raise SetupError("--merge-report is of a whole run: leave the episode out")
-    path = run_dir / "ledger.sqlite"
-    if not path.is_file():
-        raise SetupError(f"{run_dir} is no run directory: it holds no ledger.sqlite")
+    check_run_dir(run_dir)
     console = Console(markup=False)  # clients chose the names that are shown
+    if not console.is_terminal:
+        console.width = UNWRAPPED
     policies = load_policies(run_dir)
-    train_superseded = frozenset(name for name, facts in policies.items() if facts.train_superseded)
-    with open_read_only(path) as ledger:
+    superseded = frozenset(name for name, facts in policies.items() if facts.train_superseded)
+    frozen = frozenset(name for name, facts in policies.items() if not facts.trainable)
+    with open_read_only(run_dir / "ledger.sqlite") as ledger:
         if merge_report:
-            show_report(console, build_report(ledger, train_superseded=train_superseded))
+            show_report(console, build_report(ledger, train_superseded=superseded, frozen=frozen))
         elif episode_id is None:
             _show_run(console, ledger, run_dir)
         else:
             templates = {name: facts.template for name, facts in policies.items() if facts.template is not None}
-            for attempt in ledger.episode(episode_id):
+            served = is_served(run_dir)
+            attempts = ledger.episode(episode_id)
+            for attempt in attempts:
                 captured = ledger.captured_turns(episode_id, attempt.attempt)
-                show_attempt(
-                    console,
-                    attempt,
-                    captured=captured,
-                    templates=templates,
-                    train_superseded=train_superseded,
-                    full=full,
-                )
+                is_open = served and _may_finish(attempt, last=attempt is attempts[-1])
+                training = Training(superseded=superseded, frozen=frozen, is_open=is_open)
+                show_attempt(console, attempt, captured=captured, templates=templates, training=training, full=full)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Raises SetupError where it is none, with the names of those below it."""
+    if (run_dir / "ledger.sqlite").is_file():
+        return
+    if not run_dir.is_dir():
+        raise SetupError(f"no folder {run_dir}; name a run directory")
+    below = sorted(run_dir.glob("*/ledger.sqlite"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not below:
+        raise SetupError(f"{run_dir} is no run directory: it holds no ledger.sqlite")
+    shown = ", ".join(str(path.parent) for path in below[:RUNS_SHOWN])
+    more = f" and {len(below) - RUNS_SHOWN} older ones" if len(below) > RUNS_SHOWN else ""
+    raise SetupError(f"{run_dir} is no run directory, but holds some; name one of {shown}{more}")
+
+
+def _may_finish(attempt: AttemptView, *, last: bool) -> bool:
+    """A lost attempt may still finish, until its successor begins."""
+    return attempt.state is AttemptState.RUNNING or (attempt.state is AttemptState.LOST and last)
 
 
 def load_policies(run_dir: Path) -> dict[str, PolicyFacts]:
@@ -76,17 +100,22 @@ def load_policies(run_dir: Path) -> dict[str, PolicyFacts]:
             path = settings.get("chat_template")
             source = Path(path).read_text(encoding="utf-8") if path else None
             template = ChatTemplate.load(Path(folder), template=source)
-        found[name] = PolicyFacts(template, train_superseded=bool(settings.get("train_superseded")))
+        found[name] = PolicyFacts(
+            template, train_superseded=bool(settings.get("train_superseded")), trainable=bool(settings["trainable"])
+        )
     return found
 
 
 def _show_run(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
     summary, meta = ledger.summary(), ledger.meta()
-    console.print(f"run {meta.run_id}, seed {meta.seed}: {run_dir}", highlight=False)
+    console.print(f"run {meta.run_id}, seed {meta.seed}: {run_dir}", highlight=False, soft_wrap=True)
     counts = Table("what", "state", "number", "tokens", title="ledger")
     for kind, states in (("groups", summary.groups), ("attempts", summary.attempts)):
         for state, number in sorted(states.items()):
-            counts.add_row(kind, state, str(number), "")
+            shown = state
+            if kind == "attempts" and state == AttemptState.RUNNING:
+                shown = shown_state(AttemptState.RUNNING, is_open=is_served(run_dir))
+            counts.add_row(kind, shown, str(number), "")
     for sample in summary.samples:
         state = f"{sample.state} ({sample.reason})" if sample.reason else str(sample.state)
         counts.add_row(f"samples of {sample.policy}", state, str(sample.num_attempts), str(sample.num_tokens))
@@ -97,7 +126,14 @@ def _show_run(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
         if recent:
             console.print(f"recent {split} episodes (wingbeat inspect RUN_DIR EPISODE shows one):")
             for episode_id in recent:
-                console.print(f"  {episode_id}", highlight=False)
+                console.print(f"  {episode_id}", highlight=False, soft_wrap=True)
+    unfinished = ledger.unfinished_attempts(EPISODES_SHOWN)
+    if unfinished:
+        served = is_served(run_dir)
+        console.print("recent attempts that have not finished:")
+        for attempt in unfinished:
+            state = shown_state(attempt.state, is_open=served)
+            console.print(f"  {attempt.episode_id} attempt {attempt.attempt}: {state}", highlight=False, soft_wrap=True)
 
 
 def _show_evaluations(console: Console, ledger: LedgerReader) -> None:

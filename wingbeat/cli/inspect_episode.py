@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.rule import Rule
 from rich.text import Text
 from rich.tree import Tree
 
 from wingbeat.core.types import Provenance, Split
+from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.ledger_views import AttemptView
 from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.serialize import load_graph, load_turns
@@ -20,6 +22,7 @@ from wingbeat.tracking.turns import Turn
 
 EDGE_TOKENS = 12
 """How many tokens of a long prompt segment are shown at either end, unless all are asked for."""
+RULE_WIDTH = 110
 HEADER = "      #   token provenance version   logprob mask  advantage support  text"
 STYLES = {Provenance.RENDERED: "dim", Provenance.FORCED: "yellow", Provenance.SAMPLED: ""}
 
@@ -35,7 +38,8 @@ class TokenRow:
     version: int | None = None
     logprob: float | None = None
     """None: not sampled, or the engine gave none."""
-    trained: bool = False
+    mask: str = ""
+    """``train``, ``out``, or ``?`` where the end of the episode decides; empty where it was not sampled."""
     support: int | None = None
     """Place in the turn's table of supports; None: drawn from the whole vocabulary."""
 
@@ -46,10 +50,12 @@ class EpisodeView:
 
     graph: EpisodeGraph
     trained: Mapping[str, frozenset[str]]
-    """Per policy, the turns whose tokens train."""
+    """Per policy, the turns whose tokens train, or may."""
     advantages: Mapping[tuple[str, str], float | None]
     """Per (policy, agent), once trained."""
     superseded: Mapping[str, str]
+    is_open: bool = False
+    """The attempt may still finish: only then is known what was delivered, and so what trains."""
 
     def rows(self, turn: Turn) -> Iterator[TokenRow]:
         """The turn's own tokens: its prompt segment, then what it sampled."""
@@ -75,22 +81,34 @@ class EpisodeView:
                 Provenance.SAMPLED,
                 version=version,
                 logprob=None if math.isnan(logprob) else logprob,
-                trained=trains and usable,
+                mask=("?" if self.is_open else "train") if trains and usable else "out",
                 support=None if support < 0 else support,
             )
             position += 1
 
 
-def build_view(attempt: AttemptView, graph: EpisodeGraph, *, train_superseded: Collection[str]) -> EpisodeView:
-    """``train_superseded``: the policies whose superseded turns train all the same."""
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What decides whether tokens train, besides the episode itself."""
+
+    superseded: Collection[str] = ()
+    """The policies whose superseded turns train all the same."""
+    frozen: Collection[str] = ()
+    """The policies that never train."""
+    is_open: bool = False
+    """The attempt may still finish."""
+
+
+def build_view(attempt: AttemptView, graph: EpisodeGraph, *, training: Training) -> EpisodeView:
+    """What trains of an attempt; of an open one what may, of one that can never finish nothing."""
     counts = {status.policy for status in attempt.samples}
-    if attempt.record is None and attempt.group.split is Split.TRAIN:  # what would train if it finished now
-        counts = {turn.policy for turn in graph.turns}
+    if training.is_open and attempt.group.split is Split.TRAIN:
+        counts = {turn.policy for turn in graph.turns}.difference(training.frozen)
     trained = {
         policy: frozenset(
             turn_id
             for samples in build_samples(
-                graph, policy=policy, episode_id="", train_superseded=policy in train_superseded
+                graph, policy=policy, episode_id="", train_superseded=policy in training.superseded
             ).values()
             for sample in samples
             for turn_id in sample.turn_ids
@@ -100,7 +118,7 @@ def build_view(attempt: AttemptView, graph: EpisodeGraph, *, train_superseded: C
     advantages = {
         (status.policy, agent): value for status in attempt.samples for agent, value in status.advantages.items()
     }
-    return EpisodeView(graph, trained, advantages, graph.superseded())
+    return EpisodeView(graph, trained, advantages, graph.superseded(), is_open=training.is_open)
 
 
 def show_attempt(
@@ -109,31 +127,50 @@ def show_attempt(
     *,
     captured: Sequence[bytes],
     templates: Mapping[str, ChatTemplate],
-    train_superseded: Collection[str],
+    training: Training,
     full: bool,
 ) -> None:
     """Print an attempt; one without a record (running, lost, interrupted) from its captured turns."""
     task = attempt.group.task
-    console.rule(f"attempt {attempt.attempt}: {attempt.state}")
+    title = f"attempt {attempt.attempt}: {shown_state(attempt.state, is_open=training.is_open)}"
+    console.print(Rule(title), width=min(console.width, RULE_WIDTH))
     console.print(
         f"task {task.source}/{task.id}, group {attempt.group.id} ({attempt.group.split})"
         + (f", label {attempt.label}" if attempt.label else ""),
         highlight=False,
+        soft_wrap=True,
     )
     if attempt.record is not None:
         record = attempt.record
-        console.print(f"outcome {record.outcome}, rewards {dict(record.rewards)}, metrics {dict(record.metrics)}")
+        console.print(
+            f"outcome {record.outcome}, rewards {dict(record.rewards)}, metrics {dict(record.metrics)}", soft_wrap=True
+        )
         graph = load_graph(record.graph)
     elif captured:
         graph = load_turns("", captured)
         console.print(f"not finished; {graph.num_turns} turns were captured so far", highlight=False)
+        console.print(_outlook(attempt, training), highlight=False, soft_wrap=True)
     else:
         return
     _show_samples(console, attempt)
-    view = build_view(attempt, graph, train_superseded=train_superseded)
+    view = build_view(attempt, graph, training=training)
     console.print(_tree(view))
     for turn in graph.turns:
         _show_turn(console, turn, view, templates.get(turn.policy), full=full)
+
+
+def shown_state(state: AttemptState, *, is_open: bool) -> str:
+    """An attempt's state in words: the ledger learns of a server's end only when the run is continued."""
+    return "running when the server stopped" if state is AttemptState.RUNNING and not is_open else str(state)
+
+
+def _outlook(attempt: AttemptView, training: Training) -> str:
+    """Whether anything of an unfinished attempt can train."""
+    if not training.is_open:
+        return "it can no longer finish: none of it trains"
+    if attempt.group.split is not Split.TRAIN:
+        return "episodes of an evaluation do not train"
+    return "mask ?: trains if the episode finishes in order and the reply was delivered, which is known when it ends"
 
 
 def _show_samples(console: Console, attempt: AttemptView) -> None:
@@ -147,6 +184,7 @@ def _show_samples(console: Console, attempt: AttemptView) -> None:
             + (f" in step {status.step}" if status.step is not None else "")
             + (f", advantage {advantages}" if advantages else ""),
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -178,7 +216,10 @@ def _label(turn: Turn, view: EpisodeView) -> Text:
 def _show_turn(console: Console, turn: Turn, view: EpisodeView, template: ChatTemplate | None, *, full: bool) -> None:
     console.print()
     origin = f"extends {turn.parent_id}" if turn.parent_id else "prompt rendered anew"
-    console.print(Text(f"turn {turn.turn_id}: ", style="bold") + Text(f"{origin}, temperature {turn.temperature:g}"))
+    console.print(
+        Text(f"turn {turn.turn_id}: ", style="bold") + Text(f"{origin}, temperature {turn.temperature:g}"),
+        soft_wrap=True,
+    )
     console.print(Text(HEADER, style="bold"), soft_wrap=True)
     advantage = view.advantages.get((turn.policy, turn.agent))
     hidden = range(0) if full else range(EDGE_TOKENS, len(turn.segment) - EDGE_TOKENS)
@@ -195,10 +236,11 @@ def _line(row: TokenRow, text: str, *, advantage: float | None) -> str:
     is_sampled = row.provenance is Provenance.SAMPLED
     version = "" if row.version is None else str(row.version)
     logprob = f"{row.logprob:.4f}" if row.logprob is not None else "-" if is_sampled else ""
-    mask = ("train" if row.trained else "out") if is_sampled else ""
-    credit = f"{advantage:+.4f}" if row.trained and advantage is not None else ""
+    credit = f"{advantage:+.4f}" if row.mask == "train" and advantage is not None else ""
     support = "" if row.support is None else f"#{row.support}"
-    columns = f"{row.position:>7} {row.token:>7} {row.provenance:<10} {version:>7} {logprob:>9} {mask:<5} {credit:>9}"
+    columns = (
+        f"{row.position:>7} {row.token:>7} {row.provenance:<10} {version:>7} {logprob:>9} {row.mask:<5} {credit:>9}"
+    )
     return f"{columns} {support:>7}  {text}"
 
 

@@ -33,16 +33,33 @@ class PolicyReport:
     """Sampled tokens by reason."""
 
 
-def build_report(ledger: LedgerReader, *, train_superseded: Collection[str]) -> dict[str, PolicyReport]:
-    """By policy, over all training episodes that count; trees are those of one group's samples."""
-    report: dict[str, PolicyReport] = {}
+@dataclass(slots=True)
+class RunReport:
+    """All training episodes of a run that finished in order."""
+
+    num_episodes: int = 0
+    policies: dict[str, PolicyReport] = field(default_factory=dict[str, PolicyReport])
+    """Trainable ones that were called."""
+    frozen_turns: Counter[str] = field(default_factory=Counter[str])
+    """Turns of policies that never train."""
+
+
+def build_report(ledger: LedgerReader, *, train_superseded: Collection[str], frozen: Collection[str]) -> RunReport:
+    """Over all training episodes that count, also those of which nothing trains; trees are of one group's samples.
+
+    ``train_superseded``: the policies whose superseded turns train; ``frozen``: those that never train.
+    """
+    report = RunReport()
     for _, records in ledger.training_groups():
         graphs = [load_graph(record.graph) for record in records]
-        for policy in sorted({turn.policy for graph in graphs for turn in graph.turns}):
-            samples = [s for record in records for e in record.samples if e.policy == policy for s in e.samples]
-            if not samples:
+        report.num_episodes += len(graphs)
+        calls = Counter(turn.policy for graph in graphs for turn in graph.turns)
+        for policy, num_turns in sorted(calls.items()):
+            if policy in frozen:
+                report.frozen_turns[policy] += num_turns
                 continue
-            found = report.setdefault(policy, PolicyReport())
+            samples = [s for record in records for e in record.samples if e.policy == policy for s in e.samples]
+            found = report.policies.setdefault(policy, PolicyReport())
             found.counts += count_merge(graphs, samples, policy=policy)
             _count_turns(found, graphs, policy=policy, train_superseded=policy in train_superseded)
     return report
@@ -64,13 +81,42 @@ def general_reason(reason: str) -> str:
     return re.sub(r"\d+", "N", re.sub(EXCERPTS, "", reason, flags=re.DOTALL)).strip()
 
 
-def show_report(console: Console, report: dict[str, PolicyReport]) -> None:
+def show_report(console: Console, report: RunReport) -> None:
     """Print it."""
-    if not report:
-        console.print("no training episode has finished yet, so there is nothing to merge")
+    if report.num_episodes == 0:
+        console.print("no training episode has finished with outcome agent yet, so there is nothing to merge")
         return
+    if any(found.counts.timelines for found in report.policies.values()):
+        _show_counts(console, report)
+    else:
+        console.print(_why_nothing_trains(report), highlight=False, soft_wrap=True)
+    for policy, found in report.policies.items():
+        for title, reasons, what in (
+            (f"why turns of {policy} do not continue the newest one", found.forks, "turns"),
+            (f"sampled tokens of {policy} that do not train", found.untrainable, "tokens"),
+        ):
+            if reasons:
+                listing = Table("reason", what, title=title)
+                for reason, number in reasons.most_common(REASONS_SHOWN):
+                    listing.add_row(Text(reason), str(number))
+                console.print(listing)
+
+
+def _why_nothing_trains(report: RunReport) -> str:
+    """One line where the episodes have no sample at all."""
+    reasons = [
+        f"{number} tokens of {policy} are {reason}"
+        for policy, found in report.policies.items()
+        for reason, number in found.untrainable.most_common()
+    ]
+    reasons += [f"{number} turns are of {policy}, which is frozen" for policy, number in report.frozen_turns.items()]
+    finished = f"{report.num_episodes} training episode{'s' if report.num_episodes > 1 else ''} finished"
+    return f"{finished}; none has a token that trains: {'; '.join(reasons) or 'no model was called'}"
+
+
+def _show_counts(console: Console, report: RunReport) -> None:
     table = Table("policy", "episodes", "turns", "timelines", "one row per turn", "merged", "tree", title="tokens")
-    for policy, found in report.items():
+    for policy, found in report.policies.items():
         counts = found.counts
         table.add_row(
             policy,
@@ -83,16 +129,6 @@ def show_report(console: Console, report: dict[str, PolicyReport]) -> None:
         )
     console.print(table)
     console.print("A tree holds the samples of one group; the trainer may share more, over groups of one step.")
-    for policy, found in report.items():
-        for title, reasons, what in (
-            (f"why turns of {policy} do not continue the newest one", found.forks, "turns"),
-            (f"sampled tokens of {policy} that do not train", found.untrainable, "tokens"),
-        ):
-            if reasons:
-                listing = Table("reason", what, title=title)
-                for reason, number in reasons.most_common(REASONS_SHOWN):
-                    listing.add_row(Text(reason), str(number))
-                console.print(listing)
 
 
 def _saving(rows: int, tokens: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from wingbeat.cli.arguments import read_config
 from wingbeat.cli.doctor import require_server
-from wingbeat.core.config import Config, dump_toml, load_config
-from wingbeat.core.errors import ConfigError
+from wingbeat.cli.program import program
+from wingbeat.core.config import Config, dump_toml
+from wingbeat.deploy.checks import check_exposure
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import Supervisor
@@ -26,7 +27,7 @@ ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.toml] [--SECTION.KEY=VALUE]...",
-        help="A configuration file and settings that override it, such as --run.steps=20.",
+        help="A configuration file (else ./config.toml) and settings that override it, such as --run.steps=20.",
     ),
 ]
 ResumeOption = Annotated[
@@ -38,13 +39,20 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolve
 def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_run: DryRunOption = False) -> None:
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
     config, config_dir = read_config(arguments or [], resume)
+    check_exposure(config)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
     require_server()
     from wingbeat.deploy.local import run_server
 
-    run_server(config, config_dir, resume=resume, on_ready=_announce)
+    console = Console(stderr=True)
+
+    def note(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    run_dir = run_server(config, config_dir, resume=resume, on_ready=_announce, on_note=note)
+    typer.echo(f"stopped; continue with {program()} serve --resume {run_dir}", err=True)
 
 
 def train(
@@ -55,6 +63,7 @@ def train(
 ) -> None:
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
     config, config_dir = read_config(arguments or [], resume)
+    check_exposure(config)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
@@ -67,30 +76,14 @@ def train(
         def begin(supervisor: Supervisor) -> None:
             progress.begin(config.run.steps)
 
-        plan = TrainingPlan(config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event)
+        plan = TrainingPlan(
+            config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event, on_note=progress.note
+        )
         result = run_plan(plan)
-    typer.echo(json.dumps(result_data(result))) if json_output else _show(result)
+    typer.echo(json.dumps(result_data(result))) if json_output else _show(result, config)
     if not result.complete:
         typer.echo(f"interrupted; continue with --resume {result.run_dir}", err=True)
         raise typer.Exit(INTERRUPTED)
-
-
-def read_config(arguments: Sequence[str], resume: Path | None) -> tuple[Config, Path]:
-    """The configuration of the command line and the folder that its relative paths start at.
-
-    Raises ConfigError for more than one file, for what is neither a file nor an override, and where there
-    is no run to continue.
-    """
-    if resume is not None and not (resume / "config.toml").is_file():
-        raise ConfigError(f"--resume {resume}: expected a run directory, with its config.toml; got none")
-    overrides = [argument for argument in arguments if argument.startswith("-")]
-    files = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    if len(files) > 1:
-        shown = ", ".join(map(str, files))
-        raise ConfigError(f"expected one configuration file, got {shown}; overrides look like --section.key=value")
-    if files:
-        return load_config(files[0], overrides), files[0].absolute().parent
-    return load_config(None if resume is None else resume / "config.toml", overrides), Path.cwd()
 
 
 def result_data(result: TrainingResult) -> dict[str, Any]:
@@ -108,14 +101,15 @@ def result_data(result: TrainingResult) -> dict[str, Any]:
     }
 
 
-def _show(result: TrainingResult) -> None:
+def _show(result: TrainingResult, config: Config) -> None:
     """The evaluations, and where everything lies (unwrapped, so that it can be copied)."""
     console = Console()
     if result.evaluations:
         console.print(_result_table(result))
     lines = [f"run directory: {result.run_dir}", f"look inside:   wingbeat inspect {result.run_dir}"]
     if result.complete:
-        lines.append(f"trained model: {result.run_dir / 'export'}")
+        trained = [name for name, policy in config.policies.items() if policy.trainable]
+        lines += [f"trained model: {result.run_dir / 'export' / name}" for name in trained]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 

@@ -122,7 +122,7 @@ class Episode:
 
     @property
     def model(self) -> str:
-        """The first policy's name: what ``model`` is in a model call."""
+        """The first policy that trains (the first of all where none does): what ``model`` is in a model call."""
         return self.model_for()
 
     def model_for(self, policy: str | None = None, *, agent: str = "") -> str:
@@ -184,6 +184,8 @@ class Episode:
         )
         call = self._call("finish", body, self._finish_retry)
         reply = await self._transport.send(call, FinishReply)
+        if reply.warning:
+            logger.warning("episode %s: %s", self.id, reply.warning)
         self._move(EpisodeState.FINISHED)
         await self._released()
         return reply

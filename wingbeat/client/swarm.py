@@ -69,6 +69,7 @@ class BeginOptions(TypedDict, total=False):
 class AsyncSwarm:
     """A server and this client's connections to it; use it on one event loop.
 
+    ``url`` is the server's address; the ``/v1`` of a model-call address is left off.
     ``timeout_s`` bounds one request, ``retry_budget_s`` the tries at one call (None: forever).  An
     episode's finish has its own ``finish_budget_s``, by default None: it is retried until acknowledged.
     ``resources`` is where ``episode.lease(spec)`` takes tools and sandboxes from; the caller closes it.
@@ -85,7 +86,7 @@ class AsyncSwarm:
         resources: ResourcePool | None = None,
     ) -> None:
         self.resources = resources
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self.client_id = f"client-{uuid.uuid4().hex[:12]}"
         self._retry = RetryPolicy(budget_s=retry_budget_s)
         self._finish_retry = RetryPolicy(budget_s=finish_budget_s)

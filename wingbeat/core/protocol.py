@@ -115,6 +115,7 @@ class BeginReply(Wire):
     base_url: str
     api_key: str
     policies: list[str]
+    """In the order of the configuration (or of the request), those that train first; frozen ones follow."""
     heartbeat_s: float
     task: TaskModel
     group: GroupModel
@@ -145,6 +146,8 @@ class FinishReply(Wire):
     state: str
     num_turns: int
     num_sampled_tokens: int
+    warning: str = ""
+    """Why a training episode trains nothing although it counts as finished."""
 
 
 class AbortRequest(Wire):

@@ -35,6 +35,7 @@ from wingbeat.dataflow.ledger_views import (
     RunMeta,
     SampleCount,
     SampleStatus,
+    UnfinishedAttempt,
 )
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec, ReadyGroup
 
@@ -134,6 +135,15 @@ class LedgerReader:
             ("" if split is None else split, "" if split is None else split, limit),
         )
         return tuple(row["episode_id"] for row in rows)
+
+    def unfinished_attempts(self, limit: int) -> tuple[UnfinishedAttempt, ...]:
+        """Those that began last, newest first, among the attempts without a record (running, lost, aborted, ...)."""
+        rows = self._rows(
+            """SELECT episode_id, attempt, state FROM episodes WHERE state != 'finished'
+            ORDER BY created_s DESC, episode_id, attempt DESC LIMIT ?""",
+            (limit,),
+        )
+        return tuple(UnfinishedAttempt(row["episode_id"], row["attempt"], AttemptState(row["state"])) for row in rows)
 
     def training_groups(self) -> Iterator[tuple[GroupSpec, tuple[EpisodeRecord, ...]]]:
         """Every training group with its episodes that count, oldest first; one group in memory at a time."""

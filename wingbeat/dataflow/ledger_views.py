@@ -68,6 +68,15 @@ class AttemptView:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfinishedAttempt:
+    """An attempt without a record, by name."""
+
+    episode_id: str
+    attempt: int
+    state: AttemptState
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     policy: str
     step: int

@@ -26,6 +26,7 @@ from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config, PolicyConfig, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
+from wingbeat.deploy.checks import check_exposure, check_port
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
 from wingbeat.deploy.tasks import load_tasks, put_tasks
 from wingbeat.trainer.folders import checked_folder
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 BUILTIN = "builtin:"
 START_S = 120.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+OnNote = Callable[[str], None]
+"""Takes what takes its time, in words."""
 
 
 def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) -> Path:
@@ -81,7 +83,7 @@ def absolute_paths(config: Config, config_dir: Path) -> Config:
 class Supervisor:
     """Starts and watches all processes of one server; an async context manager."""
 
-    def __init__(self, config: Config, *, run_dir: Path, config_dir: Path) -> None:
+    def __init__(self, config: Config, *, run_dir: Path, config_dir: Path, on_note: OnNote = lambda text: None) -> None:
         """``config_dir`` is what relative paths in the configuration are relative to."""
         check_exposure(config)
         self.config = config
@@ -89,6 +91,8 @@ class Supervisor:
         self.url = ""
         self.children: dict[str, Child] = {}
         self._config_dir = config_dir
+        self._on_note = on_note
+        self._is_new = not any(run_dir.iterdir())
         self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
         self._group: asyncio.TaskGroup | None = None
         self._lock: BinaryIO | None = None
@@ -103,11 +107,15 @@ class Supervisor:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
         try:
+            check_port(self.config.server.host, self.config.server.port)
             models = await self.prepare_models()
+            self._on_note("starting the server")
             await self._start_control(models)
             self._start_workers()
         except BaseException:
             await self._stop()
+            if self._is_new and "control" not in self.children:  # there is no run yet, only what we wrote
+                shutil.rmtree(self.run_dir)
             raise
         return self
 
@@ -161,6 +169,7 @@ class Supervisor:
             return checked_folder(local.absolute())
         if local.exists():
             source = str(local.absolute())
+        self._on_note(f"preparing the model {source} (a first time may take minutes)")
         out = await run_to_end(
             [sys.executable, "-m", "wingbeat.trainer.models", source], what=f"preparing the model {source!r}"
         )
@@ -172,6 +181,7 @@ class Supervisor:
             raise ConfigError(f"unknown built-in model {name!r}; there is `builtin:calculator`")
         folder = self.run_dir / "models" / name
         if not (folder / "config.json").exists():
+            self._on_note("making the built-in model (up to a minute, once for each run)")
             command = [sys.executable, "-m", "wingbeat.environments.calculator.model"]
             await run_to_end(
                 [*command, "--out", str(folder), "--seed", str(self.config.run.seed)], what="building the model"
@@ -273,28 +283,34 @@ def check_context(name: str, policy: PolicyConfig, folder: Path) -> None:
         )
 
 
-def check_exposure(config: Config) -> None:
-    """Refuse to listen beyond this machine without a key."""
-    if config.server.host not in LOOPBACK and config.server.admin_key is None:
-        raise ConfigError(
-            f"server.host = {config.server.host!r} is reachable from other machines: set server.admin_key"
-            " (16 characters or more), or bind 127.0.0.1"
-        )
-
-
 def run_server(
-    config: Config, config_dir: Path, *, resume: Path | None = None, on_ready: Callable[[Supervisor], None]
-) -> None:
-    """Serve until SIGINT, SIGTERM or a client's stop.  Raises SetupError if a process cannot be kept up."""
-    asyncio.run(_serve(config, config_dir, resume, on_ready))
+    config: Config,
+    config_dir: Path,
+    *,
+    resume: Path | None = None,
+    on_ready: Callable[[Supervisor], None],
+    on_note: OnNote = lambda text: None,
+) -> Path:
+    """Serve until SIGINT, SIGTERM or a client's stop, and return the run directory.
+
+    Raises SetupError if a process cannot be kept up.
+    """
+    return asyncio.run(_serve(config, config_dir, resume, on_ready, on_note))
 
 
-async def _serve(config: Config, config_dir: Path, resume: Path | None, on_ready: Callable[[Supervisor], None]) -> None:
+async def _serve(
+    config: Config,
+    config_dir: Path,
+    resume: Path | None,
+    on_ready: Callable[[Supervisor], None],
+    on_note: OnNote,
+) -> Path:
     stop = stop_event()
+    check_exposure(config)
     tasks = load_tasks(config, config_dir)
     config = absolute_paths(config, config_dir)
     run_dir = resume or make_run_dir(config)
-    async with Supervisor(config, run_dir=run_dir, config_dir=config_dir) as supervisor:
+    async with Supervisor(config, run_dir=run_dir, config_dir=config_dir, on_note=on_note) as supervisor:
         async with AsyncSwarm(supervisor.url, config.server.admin_key) as swarm:
             await put_tasks(swarm, tasks)
         on_ready(supervisor)
@@ -310,6 +326,7 @@ async def _serve(config: Config, config_dir: Path, resume: Path | None, on_ready
         await asyncio.gather(*waits, return_exceptions=True)
         if failed:
             raise supervisor.failure()
+    return run_dir
 
 
 def stop_event() -> asyncio.Event:

@@ -18,8 +18,9 @@ from wingbeat.core.errors import ConfigError, SetupError, WingbeatError
 from wingbeat.core.files import write_atomically
 from wingbeat.dataflow.evaluation import EvaluationResult, PairedDifference, paired_difference
 from wingbeat.dataflow.ledger_reader import open_read_only
+from wingbeat.deploy.checks import check_exposure
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
-from wingbeat.deploy.local import Supervisor, absolute_paths, make_run_dir, stop_event
+from wingbeat.deploy.local import OnNote, Supervisor, absolute_paths, make_run_dir, stop_event
 from wingbeat.deploy.tasks import load_tasks, put_tasks
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -76,6 +77,7 @@ class TrainingPlan:
     resume: Path | None = None
     on_ready: Callable[[Supervisor], None] = lambda supervisor: None
     on_event: OnEvent = lambda record: None
+    on_note: OnNote = lambda text: None
 
 
 def run_plan(plan: TrainingPlan) -> TrainingResult:
@@ -88,10 +90,12 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     plan = replace(plan, config=absolute_paths(plan.config, plan.config_dir))
     tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
     agent = agent_path(plan.config, plan.config_dir)
+    check_exposure(plan.config)
     stop = stop_event()
     run_dir = plan.resume or make_run_dir(plan.config)
     summary: dict[str, Any] = {}
-    async with Supervisor(plan.config, run_dir=run_dir, config_dir=plan.config_dir) as supervisor:
+    start = Supervisor(plan.config, run_dir=run_dir, config_dir=plan.config_dir, on_note=plan.on_note)
+    async with start as supervisor:
         plan.on_ready(supervisor)
         async with AsyncSwarm(supervisor.url, plan.config.server.admin_key) as swarm:
             await put_tasks(swarm, tasks)

@@ -20,7 +20,14 @@ from wingbeat.core.errors import PayloadTooLarge, PermissionDenied, WingbeatErro
 from wingbeat.server.control import Control
 from wingbeat.server.error_answers import error_headers, error_response, http_fault
 from wingbeat.server.keys import RoleKeys
-from wingbeat.server.routes_calls import ROUTES, ModelCalls, dialect_of, refuse_other_origins, without_key
+from wingbeat.server.routes_calls import (
+    ROUTES,
+    ModelCalls,
+    base_url_hint,
+    dialect_of,
+    refuse_other_origins,
+    without_key,
+)
 from wingbeat.server.routes_episodes import episode_routes, run_routes
 
 logger = logging.getLogger(__name__)
@@ -86,7 +93,8 @@ async def _wingbeat_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    own = http_fault(error.status_code, f"{request.method} {without_key(path)}: {error.detail}")
+    hint = base_url_hint(path) if error.status_code == 404 else ""
+    own = http_fault(error.status_code, f"{request.method} {without_key(path)}: {error.detail}{hint}")
     return Response(dialect_of(path).error(own), own.status, error.headers, media_type="application/json")
 
 

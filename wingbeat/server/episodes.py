@@ -29,12 +29,16 @@ from wingbeat.core.errors import (
 from wingbeat.core.protocol import BeginReply, FinishReply, TaskModel
 from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.keys import RoleKeys, bearer, digest, keys_in
+from wingbeat.server.keys import EPISODE_PREFIX, RoleKeys, bearer, digest, keys_in
 from wingbeat.server.replays import ReplayBook, SeenCalls
 from wingbeat.tracking.graph import EpisodeGraph
 
 REMEMBERED = 20_000
 HEARTBEATS_UNTIL_LOST = 4
+STRANGE_KEY = (
+    "this API key belongs to no episode of this server; it has expired or is another server's."
+    " Begin an episode and use its `api_key`"
+)
 
 
 class EpisodeState(StrEnum):
@@ -183,10 +187,7 @@ class EpisodeRegistry:
             episode = self._by_key.get(digest(key))
             if episode is not None:
                 return episode
-        raise AuthenticationError(
-            "this API key belongs to no episode of this server; it has expired or is another server's."
-            " Begin an episode and use its `api_key`"
-        )
+        raise AuthenticationError(STRANGE_KEY)
 
     def by_id(self, episode_id: str, headers: Mapping[str, str]) -> OpenEpisode:
         """The attempt that an episode call means: the key's own, or the current one for an admin.
@@ -199,6 +200,8 @@ class EpisodeRegistry:
             if own.episode_id != episode_id:
                 raise PermissionDenied(f"this key belongs to another episode than {episode_id!r}")
             return own
+        if key.startswith(EPISODE_PREFIX) and not self._keys.is_admin(headers):
+            raise AuthenticationError(STRANGE_KEY)
         self._keys.require_admin(headers)
         episode = self._by_id.get(episode_id)
         if episode is None:

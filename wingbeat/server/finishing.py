@@ -25,6 +25,7 @@ from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.rewards import Credit, assign_rewards
 from wingbeat.server.signals import Changed
+from wingbeat.server.untrained import Untrained
 from wingbeat.tracking.serialize import dump_graph
 from wingbeat.tracking.timelines import build_samples, count_untrainable
 
@@ -56,6 +57,7 @@ class Finishing:
         """Per policy: training rewards since the last step (progress metrics)."""
         self.num_finished_train = 0
         """Training episodes that counted, since this process began."""
+        self.untrained = Untrained()
 
     async def finish(self, episode: OpenEpisode, request: FinishRequest) -> FinishReply:
         """Count an attempt.  The same body again gets the same answer.
@@ -80,17 +82,20 @@ class Finishing:
         # Book and ledger in one breath: what happens to the group later comes after this finish there, too.
         self._parts.book.finish(episode.episode_id, episode.attempt, record)
         self._count_untrainable(episode, record)
+        warning = self._count_untrained(episode, record)
         episode.become(EpisodeState.CLOSING)
         episode.finish_digest = digest
         _cancel_calls(episode)
         write = self._parts.ledger.record_finish(record)
         self._parts.watch(write)
         episode.finishing = asyncio.create_task(
-            self._await_write(episode, record, write), name=f"finish-{episode.episode_id}"
+            self._await_write(episode, record, write, warning), name=f"finish-{episode.episode_id}"
         )
         return await asyncio.shield(episode.finishing)  # a caller that hangs up does not undo its finish
 
-    async def _await_write(self, episode: OpenEpisode, record: EpisodeRecord, write: Future[bool]) -> FinishReply:
+    async def _await_write(
+        self, episode: OpenEpisode, record: EpisodeRecord, write: Future[bool], warning: str
+    ) -> FinishReply:
         """Once the finish is durable, let the episode go."""
         await asyncio.wrap_future(write)
         reply = FinishReply(
@@ -99,6 +104,7 @@ class Finishing:
             state=EpisodeState.FINISHED,
             num_turns=record.num_turns,
             num_sampled_tokens=episode.num_sampled,
+            warning=warning,
         )
         episode.finish_reply = reply
         if episode.split is Split.TRAIN and record.outcome is Outcome.AGENT:
@@ -265,6 +271,16 @@ class Finishing:
             keeps = self._parts.policies[policy].config.train_superseded
             for reason, count in count_untrainable(episode.graph, policy=policy, train_superseded=keeps).items():
                 self._parts.metrics.untrainable.labels(policy, reason).inc(count)
+
+    def _count_untrained(self, episode: OpenEpisode, record: EpisodeRecord) -> str:
+        """What the caller of a finish that trains nothing should know, or ""."""
+        if not _trains(episode, record.outcome):
+            return ""
+        called = {turn.policy for turn in episode.graph.turns}
+        warning = self.untrained.note(called, self._trainable(episode))
+        if warning:
+            self._parts.metrics.untrained_episodes.inc()
+        return warning
 
 
 def _trains(episode: OpenEpisode, outcome: Outcome) -> bool:

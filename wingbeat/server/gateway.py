@@ -62,7 +62,7 @@ class Gateway:
         """Everything that can be refused is refused here, before anything is generated."""
         if call.policy not in episode.policies:
             raise UnknownPolicy(
-                f"this episode has no policy {call.policy!r}; it has {', '.join(sorted(episode.policies))}",
+                f"this episode has no policy {call.policy!r}; it has {', '.join(episode.policies)}",
                 param="model",
             )
         host = self._policies[call.policy]

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from wingbeat.core.errors import AuthenticationError
 
 EPISODE_PREFIX = "wb-ep-"
+HOW = (
+    "as `Authorization: Bearer KEY`; the command line reads it from WINGBEAT_KEY or --key KEY,"
+    " the SDK from Swarm(url, key=KEY)"
+)
 
 
 def digest(key: str) -> str:
@@ -51,8 +55,13 @@ class RoleKeys:
 
     def require_admin(self, headers: Mapping[str, str]) -> None:
         """Raises AuthenticationError unless the caller is an admin."""
-        if not self.is_admin(headers):
-            raise AuthenticationError("this call needs the server's admin key as `Authorization: Bearer KEY`")
+        if self.is_admin(headers):
+            return
+        given = bearer(headers)
+        if not given:
+            raise AuthenticationError(f"no API key: this call needs the server's admin key {HOW}")
+        what = "the key of an episode" if given.startswith(EPISODE_PREFIX) else "another key than server.admin_key"
+        raise AuthenticationError(f"wrong API key, it is {what}: this call needs the server's admin key {HOW}")
 
     def is_worker(self, headers: Mapping[str, str]) -> bool:
         return hmac.compare_digest(digest(bearer(headers)), self.worker)

@@ -35,6 +35,11 @@ class ControlMetrics:
         self.untrainable = Counter(
             "wingbeat_untrainable_tokens", "Sampled tokens that cannot train.", ["policy", "reason"], registry=r
         )
+        self.untrained_episodes = Counter(
+            "wingbeat_untrained_episodes",
+            "Finished training episodes in which no trainable policy took a turn.",
+            registry=r,
+        )
         self.late_finishes = Counter(
             "wingbeat_late_finishes", "Finishes refused because a successor attempt had begun.", registry=r
         )

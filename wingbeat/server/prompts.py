@@ -25,6 +25,12 @@ def resolve_prompt(episode: OpenEpisode, host: PolicyHost, call: ModelCall) -> P
     """Changes nothing.  Raises RequestError, or NotFoundError for an earlier turn that is not there."""
     prompt, graph = call.prompt, episode.graph
     if isinstance(prompt, ChatPrompt):
+        if call.tools and not host.template.shows_tools:
+            raise RequestError(
+                f"the chat template of policy {call.policy!r} does not show tools to the model: leave `tools` out, or"
+                f" set policies.{call.policy}.chat_template to a template that prints them",
+                param="tools",
+            )
         messages, previous = _conversation(episode, call, prompt)
         return graph.resolve(
             policy=call.policy,

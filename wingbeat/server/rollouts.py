@@ -42,6 +42,7 @@ from wingbeat.server.keys import digest, new_episode_key
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.signals import Changed
+from wingbeat.server.status import NO_TASKS
 from wingbeat.tracking.graph import EpisodeGraph
 
 LEASE_S = 60.0
@@ -184,8 +185,8 @@ class Rollouts:
         body_digest = digest(request.model_dump_json())
         if request.lease_id is None and request.task is None:
             raise RequestError("expected `lease_id` or `task`, got neither", param="task")
-        for name in (request.policies or ()) if request.lease_id is None else ():
-            self._policy(name, request.split)
+        if request.lease_id is None:
+            self._check_policies(request.policies or tuple(self._parts.policies), request.split)
         deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
         while True:
             known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
@@ -194,25 +195,37 @@ class Rollouts:
             ticket = self._redeem(request) if request.lease_id is not None else self._reserve(request)
             if ticket is not None:
                 break
-            await self._wait_for_room(deadline)
+            await self._wait_for_room(deadline, request)
         reply = self._start(request, ticket, base_url)
         self._parts.registry.remember_begin(request.idempotency_key, body_digest, reply)
         return reply
 
-    async def _wait_for_room(self, deadline: float) -> None:
+    async def _wait_for_room(self, deadline: float, request: BeginRequest) -> None:
         """Returns when something changed.  Raises OverloadedError at the deadline, UnavailableError at the end."""
         if self._parts.is_stopping():
             raise UnavailableError("the server is stopping; begin again when it is back")
         remaining = deadline - self._parts.clock()
         if remaining <= 0 or not await self._parts.changed.wait(remaining):
-            reasons = "; ".join(self._parts.blockers()) or "every slot of the group is taken"
-            raise OverloadedError(f"no room for another episode now: {reasons}", retry_after_s=2.0)
+            raise OverloadedError(self._no_room(request), retry_after_s=2.0)
+
+    def _no_room(self, request: BeginRequest) -> str:
+        """Why a task that its client brings cannot begin now.  Raises ConflictError where its group has closed."""
+        declared = request.group
+        if declared is not None and self._client_groups.find(declared.id) is not None:
+            return (
+                f"group {declared.id!r} has its {declared.size} members: begin with another group id,"
+                " or again if one of them fails"
+            )
+        if self._parts.is_complete():
+            return "no room for another training episode: the run is complete"
+        reasons = "; ".join(reason for reason in self._parts.blockers() if reason != NO_TASKS)
+        return f"no room for another episode now: {reasons or 'admission is full'}"
 
     def _start(self, request: BeginRequest, ticket: SlotTicket, base_url: str) -> BeginReply:
         """Begin the attempt that a ticket allows: in the book, in the ledger and in memory."""
         group = ticket.group
         try:
-            policies = dict(self._policy(name, group.split) for name in group.policies)
+            policies = self._in_order(dict(self._policy(name, group.split) for name in group.policies), group)
         except VersionGone:
             self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
             raise
@@ -221,6 +234,14 @@ class Rollouts:
             self._parts.ledger.record_begin(ticket.episode_id, ticket.attempt, group_id=group.id, label=request.label)
         )
         return self._open(request, ticket, policies, base_url=base_url)
+
+    def _in_order(self, policies: dict[str, int | None], group: GroupSpec) -> dict[str, int | None]:
+        """Those that train first, else in the order of the configuration, or of the client that named them.
+
+        The first is the default of agents that name none: the same one in training and in evaluations.
+        """
+        names = list(policies) if is_client_group(group.id) else [n for n in self._parts.policies if n in policies]
+        return {n: policies[n] for n in sorted(names, key=lambda n: not self._parts.policies[n].config.trainable)}
 
     def _redeem(self, request: BeginRequest) -> SlotTicket:
         lease = self._leases.pop(request.lease_id or "", None)
@@ -264,6 +285,16 @@ class Rollouts:
         free = {g.id for g in self._parts.book.groups_with_free_slots()}
         return self._parts.book.take(own_id) if own_id in free else None
 
+    def _check_policies(self, names: Sequence[str], split: Split) -> None:
+        """Raises UnknownPolicy, RequestError or VersionGone, also where a training episode could train nothing."""
+        bases = [self._policy(name, split)[0] for name in names]
+        if split is Split.TRAIN and not any(self._parts.policies[base].config.trainable for base in bases):
+            raise RequestError(
+                f"a training episode needs a policy that trains, got only frozen ones: {', '.join(bases)};"
+                ' name one that trains in `policies`, or begin with `split` "eval"',
+                param="policies",
+            )
+
     def _policy(self, name: str, split: Split) -> tuple[str, int | None]:
         """Parse ``"solver"`` or ``"solver@12"``.  Raises UnknownPolicy, RequestError or VersionGone."""
         base, at, version = name.partition("@")
@@ -304,7 +335,7 @@ class Rollouts:
             attempt=episode.attempt,
             base_url=base_url,
             api_key=key,
-            policies=sorted(episode.policies),
+            policies=list(episode.policies),
             heartbeat_s=server.heartbeat_s,
             task=task_model(group),
             group=GroupModel(id=group.id, size=group.size),

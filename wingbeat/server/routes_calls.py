@@ -87,7 +87,29 @@ def split_key(path: str) -> tuple[str, str]:
 def dialect_of(path: str) -> Dialect:
     """Whose error shape a path answers with."""
     path = split_key(path)[1]
+    path = meant_path(path) or path
     return DIALECTS.get(path, MESSAGES if path.startswith("/v1/messages/") else CHAT)
+
+
+def meant_path(path: str) -> str:
+    """The model call that a path with one ``/v1`` too many or too few means; "" for any other path."""
+    candidates = (path.removeprefix("/v1"), "/v1" + path)
+    known = (c for c in candidates if c != path and (c in DIALECTS or c == MODELS or c.startswith(MODELS + "/")))
+    return next(known, "")
+
+
+def base_url_hint(path: str) -> str:
+    """What is wrong with the base URL of a client that asked for a path which does not exist, or ""."""
+    path = split_key(path)[1]
+    meant = meant_path(path)
+    if not meant:
+        return ""
+    if len(meant) > len(path):
+        return f"; the base URL lacks its /v1: use `episode.base_url`, so that the path is {meant}"
+    return (
+        f"; the base URL has one /v1 too many, the path is {meant}: SDKs that append /v1 themselves, such as"
+        " anthropic's, take `episode.anthropic_base_url`, the URL without /v1"
+    )
 
 
 def without_key(path: str) -> str:
@@ -216,7 +238,7 @@ class ModelCalls:
             await answer(send, 200, orjson.dumps({"object": "list", "data": models}), {})
             return
         if name.partition(":")[0] not in episode.policies:
-            raise UnknownPolicy(f"this episode has no policy {name!r}; it has {', '.join(sorted(episode.policies))}")
+            raise UnknownPolicy(f"this episode has no policy {name!r}; it has {', '.join(episode.policies)}")
         await answer(send, 200, orjson.dumps(_model(name)), {})
 
 

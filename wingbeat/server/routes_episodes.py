@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -26,7 +26,9 @@ from wingbeat.core.protocol import (
     LeaseReply,
     LeaseRequest,
     PolicyReply,
+    Rewards,
     StatusReply,
+    TaskModel,
     TaskSourceReply,
     TaskSourceRequest,
     Wire,
@@ -38,8 +40,12 @@ from wingbeat.server.keys import RoleKeys
 from wingbeat.server.requests import decode_json, unless_gone
 from wingbeat.server.sources import SavedSource, save_source
 from wingbeat.server.status import policy_reply, status_reply
+from wingbeat.server.suggestions import did_you_mean
 
 M = TypeVar("M", bound=Wire)
+
+NESTED: Mapping[str, type[Wire]] = {"task": TaskModel, "tasks": TaskModel, "group": GroupModel, "rewards": Rewards}
+"""The models of fields that hold one."""
 
 
 def parse(model: type[M], body: bytes) -> M:
@@ -51,7 +57,21 @@ def parse(model: type[M], body: bytes) -> M:
         fault = max(error.errors(), key=lambda found: len(found["loc"]))  # of a union, the member that was meant
         where = ".".join(str(part) for part in fault["loc"] if part not in ("float", "constrained-float", "Rewards"))
         kind = InvalidReward if where.startswith("rewards") else RequestError
+        if fault["type"] == "extra_forbidden":
+            raise kind(f"`{where}`: {_unknown_field(model, fault['loc'], fault['input'])}", param=where) from None
         raise kind(f"`{where}`: {fault['msg']}, got {fault.get('input')!r:.200}", param=where) from None
+
+
+def _unknown_field(model: type[Wire], where: tuple[int | str, ...], value: Any) -> str:
+    """What to write instead of a field that the model does not have."""
+    owner = next((NESTED[part] for part in reversed(where[:-1]) if isinstance(part, str) and part in NESTED), model)
+    name = str(where[-1])
+    if owner is Rewards and isinstance(value, int | float):
+        section = "agents" if ":" in name else "policies"
+        example = orjson.dumps({section: {name: value}}).decode()
+        return f"unknown field; the reward of one of several policies or agents goes into `{section}`: {example}"
+    hint = did_you_mean(name, owner.model_fields) or f"known are {', '.join(owner.model_fields)}"
+    return f"unknown field; {hint}"
 
 
 def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
@@ -208,7 +228,7 @@ def _episode_reply(episode: OpenEpisode) -> EpisodeReply:
         task=task_model(episode.group),
         group=GroupModel(id=episode.group.id, size=episode.group.size),
         split=episode.split,
-        policies=sorted(episode.policies),
+        policies=list(episode.policies),
         num_turns=episode.finish_reply.num_turns if episode.finish_reply else episode.graph.num_turns,
         num_sampled_tokens=episode.finish_reply.num_sampled_tokens
         if episode.finish_reply

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from wingbeat.core.protocol import PolicyReply, StatusReply
 from wingbeat.core.types import Split
-from wingbeat.dataflow.groups import SlotState
+from wingbeat.server.episodes import EpisodeState
 from wingbeat.server.policies import PolicyHost, TrainerState
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
 
 EQUAL_GROUPS = 5
+NO_TASKS = "no tasks: PUT /api/tasks/{source}, or begin episodes with a task of your own"
 
 
 def blockers(control: Control) -> list[str]:
@@ -29,11 +30,23 @@ def blockers(control: Control) -> list[str]:
         found += _policy_blockers(control, host)
     if control.complete:
         return found
-    if control.dealer.num_tasks(Split.TRAIN) == 0 and control.dealer.num_tasks(Split.EVAL) == 0:
-        found.append("no tasks: PUT /api/tasks/{source}, or begin episodes with a task of your own")
+    if control.finishing.untrained.blocker:
+        found.append(control.finishing.untrained.blocker)
+    if not _has_work(control):
+        found.append(NO_TASKS)
     if not found and not control.registry.open_episodes() and not control.rollouts.num_waiting:
         found.append("no agent is running: wingbeat rollout agent.py --server URL")
     return found + _group_blockers(control)
+
+
+def _has_work(control: Control) -> bool:
+    """Tasks to deal out, or episodes on tasks of their clients' own that run or train."""
+    hosts = control.policies.values()
+    return (
+        any(control.dealer.num_tasks(split) for split in Split)
+        or bool(control.registry.open_episodes() or control.book.progress())
+        or any(len(host.buffer) or host.state is TrainerState.TRAINING for host in hosts)
+    )
 
 
 def _policy_blockers(control: Control, host: PolicyHost) -> list[str]:
@@ -62,7 +75,10 @@ def _group_blockers(control: Control) -> list[str]:
         return []
     for group, num_finished in control.book.progress():
         if group.split is Split.TRAIN:
-            running = control.book.counts(Split.TRAIN).slots[SlotState.RUNNING]
+            running = sum(
+                episode.group.id == group.id and episode.state is EpisodeState.OPEN
+                for episode in control.registry.open_episodes()
+            )
             return [f"group {group.id} has {num_finished} of {group.size} episodes; {running} are running"]
     return []
 

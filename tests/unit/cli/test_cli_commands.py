@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,8 +17,9 @@ from wingbeat.cli.init import scaffold
 from wingbeat.cli.main import app
 from wingbeat.cli.program import program
 from wingbeat.client import load_agent
-from wingbeat.core.config import load_config
+from wingbeat.core.config import Config, load_config
 from wingbeat.core.errors import SetupError
+from wingbeat.deploy.training import TrainingResult
 from wingbeat.environments import load_tasks_file
 from wingbeat.environments.calculator import DEMO_PRESET
 
@@ -68,11 +70,21 @@ def test_dry_run_prints_what_would_run(cli: CliRunner, config: Path, command: st
     ("arguments", "says"),
     [
         (["CONFIG", "--run.stpes=7"], "did you mean 'steps'?"),
-        (["CONFIG", "--run.steps", "7"], "expected one configuration file"),
+        (["CONFIG", "--run.steps", "7"], "write --run.steps=7"),
+        (["CONFIG", "--server.port"], "write --server.port=VALUE"),
+        (["CONFIG", "--port", "9999"], "write --server.port=9999"),
+        (["CONFIG", "--steps=3"], "write --run.steps=3"),
+        (["CONFIG", "--prot", "3"], "unknown option --prot; did you mean --server.port=3?"),
+        (["CONFIG", "--dry-rum"], "unknown option --dry-rum; did you mean --dry-run?"),
+        (["CONFIG", "--threads", "2"], "--engine.threads=2"),
+        (["CONFIG", "--zzzz"], "unknown option --zzzz; settings look like --section.key=value"),
+        (["CONFIG", "--policies.sover.context_tokens=64"], "no policy 'sover'; did you mean 'solver'?"),
+        (["CONFIG", "--server.host=0.0.0.0"], "set server.admin_key"),
         (["CONFIG", "-x"], "--section.key=value"),
         (["CONFIG", "CONFIG"], "expected one configuration file"),
         (["nothing.toml"], "wingbeat init"),
-        ([], "policies"),
+        ([], "wingbeat init"),
+        (["--run.steps=3"], "policies"),
         (["--resume", "nowhere"], "config.toml"),
     ],
 )
@@ -86,6 +98,23 @@ def test_configuration_faults_are_one_line(
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_the_configuration_here_is_taken_where_none_is_named(
+    cli: CliRunner, config: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    done = cli.invoke(app, [command, "--run.steps=3", "--dry-run"])
+    assert tomllib.loads(done.output)["run"]["steps"] == 3
+    named = cli.invoke(app, [command, "config.toml", "--run.steps=3", "--dry-run"])
+    assert done.output == named.output
+
+
+def test_overrides_may_make_a_policy(cli: CliRunner, config: Path) -> None:
+    more = ["--policies.judge.model=builtin:calculator", "--policies.judge.trainable=false"]
+    done = cli.invoke(app, ["train", str(config), *more, "--dry-run"])
+    assert sorted(tomllib.loads(done.output)["policies"]) == ["judge", "solver"]
 
 
 def test_resume_reads_the_run_s_configuration(cli: CliRunner, config: Path) -> None:
@@ -129,6 +158,29 @@ def test_the_light_client_tells_what_a_command_lacks(config: Path, command: list
     assert done.stderr.startswith("error: ")
     assert "msgspec" in done.stderr
     assert "pip install '.[server]'" in done.stderr
+
+
+def test_a_stopped_server_says_how_to_go_on(cli: CliRunner, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = config.parent / "runs" / "r"
+
+    def run_server(config: Config, config_dir: Path, **more: Any) -> Path:
+        more["on_note"]("preparing [a] model")
+        return run_dir
+
+    monkeypatch.setattr("wingbeat.deploy.local.run_server", run_server)
+    done = cli.invoke(app, ["serve", str(config)])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == f"preparing [a] model\nstopped; continue with {program()} serve --resume {run_dir}\n"
+
+
+def test_a_trained_model_is_named_by_its_folder(cli: CliRunner, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text(MINIMAL + '[policies.judge]\nmodel = "builtin:calculator"\ntrainable = false\n')
+    result = TrainingResult(config.parent, complete=True, summary={}, evaluations=(), wall_s=1.0)
+    monkeypatch.setattr("wingbeat.deploy.training.run_plan", lambda plan: result)
+    done = cli.invoke(app, ["train", str(config)])
+    assert [line for line in done.stdout.splitlines() if "trained model" in line] == [
+        f"trained model: {config.parent / 'export' / 'solver'}"
+    ]
 
 
 def test_init_makes_a_project_that_loads(cli: CliRunner, tmp_path: Path) -> None:

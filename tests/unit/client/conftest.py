@@ -41,6 +41,8 @@ class FakeServer:
 
     admin_key: str | None = None
     heartbeat_s: float = 5.0
+    warning: str = ""
+    """In the reply of every finish."""
     port: int = 0
     leases: deque[Json] = field(default_factory=deque)
     stop_when_empty: bool = True
@@ -233,9 +235,8 @@ class FakeServer:
         if record.state not in ("running", "finished"):
             return error(409, "episode_closed", f"episode is {record.state}")
         record.state, record.finish = "finished", body
-        return web.json_response(
-            {"episode_id": episode_id, "attempt": 0, "state": "finished", "num_turns": 1, "num_sampled_tokens": 2}
-        )
+        reply = {"episode_id": episode_id, "attempt": 0, "state": "finished", "num_turns": 1, "num_sampled_tokens": 2}
+        return web.json_response({**reply, "warning": self.warning})
 
     async def _policies(self, request: web.Request) -> web.Response:
         return web.json_response([self._policy()])

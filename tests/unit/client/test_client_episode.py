@@ -55,6 +55,20 @@ async def test_begin_and_finish(server: Any) -> None:
     assert record.finish == {"outcome": "agent", "rewards": 0.5, "metrics": {"turns": 2.0}, "message": ""}
 
 
+async def test_the_servers_warning_about_a_finish_is_logged(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server.warning = "this training episode made no model call"
+    async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK) as episode:
+        assert (await episode.finish(1)).warning == server.warning
+    assert f"episode ep-0: {server.warning}" in caplog.messages
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/"])
+async def test_the_address_of_model_calls_will_do_for_the_server(server: Any, path: str) -> None:
+    async with AsyncSwarm(server.url + path) as swarm:
+        assert swarm.url == server.url
+        assert (await swarm.status()).state
+
+
 async def test_pinned_policy_is_called_by_its_name(server: Any) -> None:
     async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK, policies=["solver@12"]) as episode:
         assert episode.model == "solver"

@@ -104,6 +104,8 @@ def test_by_id_admits_the_own_key_and_the_admin(registry: EpisodeRegistry) -> No
         registry.by_id("other", bearing("one"))
     with pytest.raises(AuthenticationError):
         registry.by_id("ep", bearing("wrong"))
+    with pytest.raises(AuthenticationError, match="has expired or is another server's"):
+        registry.by_id("ep", bearing("wb-ep-of-long-ago"))
     with pytest.raises(UnknownEpisode):
         registry.by_id("other", bearing("an-admin-key-123"))
 

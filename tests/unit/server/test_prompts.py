@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat.core.errors import NotFoundError
+from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.calls import ChatPrompt, ModelCall, TextPrompt
@@ -109,3 +109,14 @@ def test_a_call_may_leave_the_tools_of_its_thread_unsaid(talk: Talk) -> None:
     assert with_kept_tools(talk.episode, replace(call, tools=other)).tools == other
     text = ModelCall(policy="solver", agent="", prompt=TextPrompt("a"))
     assert with_kept_tools(talk.episode, text) is text
+
+
+def test_tools_that_a_template_hides_are_refused_with_the_policys_name(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talk.host.template, "shows_tools", False)
+    with pytest.raises(RequestError) as caught:
+        talk.plan(HI, tools=TOOLS)
+    assert caught.value.param == "tools"
+    assert "policy 'solver' does not show tools" in caught.value.message
+    assert "policies.solver.chat_template" in caught.value.message

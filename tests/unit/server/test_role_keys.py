@@ -29,8 +29,15 @@ def test_roles_are_told_apart() -> None:
     assert keys.is_admin(admin) and not keys.is_admin(worker) and not keys.is_admin({})
     assert keys.is_worker(worker) and not keys.is_worker(admin) and not keys.is_worker({})
     keys.require_admin(admin)
-    with pytest.raises(AuthenticationError, match="admin key"):
-        keys.require_admin(worker)
+    for headers, told in (
+        ({}, "no API key: "),
+        (worker, "wrong API key, it is another key than server.admin_key: "),
+        ({"x-api-key": "wb-ep-x"}, "wrong API key, it is the key of an episode: "),
+    ):
+        with pytest.raises(AuthenticationError) as caught:
+            keys.require_admin(headers)
+        assert caught.value.message.startswith(told + "this call needs the server's admin key")
+        assert "WINGBEAT_KEY or --key" in caught.value.message and "Swarm(url, key=KEY)" in caught.value.message
 
 
 def test_without_an_admin_key_everybody_administrates_but_nobody_is_a_worker() -> None:

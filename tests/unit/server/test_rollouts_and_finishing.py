@@ -36,6 +36,7 @@ from wingbeat.core.types import FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.server import rollouts
 from wingbeat.server.episodes import EpisodeState, OpenEpisode
+from wingbeat.server.status import NO_TASKS
 from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]
@@ -62,13 +63,13 @@ async def begun(desk: Any, count: int = 1) -> list[OpenEpisode]:
     return found
 
 
-def take_turn(desk: Any, episode: OpenEpisode, agent: str = "", version: int = 0) -> str:
+def take_turn(desk: Any, episode: OpenEpisode, agent: str = "", version: int = 0, policy: str = "solver") -> str:
     plan = episode.graph.resolve(
-        policy="solver",
+        policy=policy,
         agent=agent,
         messages=[Message("user", f"hi {agent}")],
         tools=None,
-        template=desk.solver.template,
+        template=desk.policies[policy].template,
     )
     turn = episode.graph.commit(
         plan,
@@ -136,6 +137,45 @@ async def test_without_room_a_begin_is_told_what_blocks(open_desk: OpenDesk) -> 
     assert not await leases(desk)
 
 
+async def test_a_refused_begin_that_brings_its_task_is_not_told_to_bring_tasks(open_desk: OpenDesk) -> None:
+    desk = open_desk(group_size=1, max_staleness=0)
+    await begun(desk)
+    object.__setattr__(desk.rollouts._parts, "blockers", lambda: [NO_TASKS, "another"])
+    with pytest.raises(OverloadedError) as caught:
+        await begin(desk, task=TaskModel(id="mine"))
+    assert caught.value.message == "no room for another episode now: another"
+    desk.complete = True
+    with pytest.raises(OverloadedError, match="the run is complete"):
+        await begin(desk, task=TaskModel(id="mine"))
+
+
+async def test_a_training_episode_of_frozen_policies_is_refused_at_once(open_desk: OpenDesk) -> None:
+    desk = open_desk(policies=TEAM)
+    with pytest.raises(RequestError, match="got only frozen ones: judge"):
+        await begin(desk, task=TaskModel(id="mine"), policies=["judge"])
+    assert (await begin(desk, task=TaskModel(id="mine"), policies=["judge"], split=Split.EVAL)).policies == ["judge"]
+
+
+TEAM: dict[str, Any] = {"judge": {"trainable": False}, "writer": {}, "editor": {}}
+
+
+async def test_the_first_policy_of_an_episode_trains_else_the_configs_order_holds(
+    open_desk: OpenDesk, make_manifest: Any
+) -> None:
+    desk = open_desk(policies=TEAM)
+    (lease,) = await leases(desk)
+    dealt = await begin(desk, lease_id=lease.lease_id)
+    assert dealt.policies == list(desk.episode(dealt.episode_id).policies) == ["writer", "editor", "judge"]
+    named = await begin(desk, task=TaskModel(id="mine"), policies=["judge", "editor", "writer"])
+    assert named.policies == ["editor", "writer", "judge"]
+    for host in desk.policies.values():
+        host._adopt(make_manifest(0, policy=host.name))
+    desk.evaluations.start(EvaluationRequest(policy="editor"))
+    (lease,) = await leases(desk, splits=(Split.EVAL,))
+    scored = await begin(desk, lease_id=lease.lease_id)
+    assert scored.policies == dealt.policies, "an agent plays the same part as in training"
+
+
 @pytest.mark.parametrize(
     ("policies", "split", "error"),
     [
@@ -164,7 +204,7 @@ async def test_members_of_a_declared_group_meet_and_it_is_not_leased_to_others(o
             await begin(desk, **{"task": task, "group": group, **changed})
     second = await begin(desk, task=task, group=group)
     assert second.group == first.group and second.episode_id != first.episode_id
-    with pytest.raises(OverloadedError):  # both slots are taken
+    with pytest.raises(OverloadedError, match="group 'mine' has its 2 members"):
         await begin(desk, task=task, group=group)
     for reply in (first, second):
         await desk.finishing.finish(desk.episode(reply.episode_id), finish())
@@ -294,6 +334,25 @@ async def test_a_finish_that_is_refused_counts_no_tokens(open_desk: OpenDesk, mo
         with pytest.raises(EpisodeClosed):
             await desk.finishing.finish(episode, finish())
     assert "wingbeat_untrainable_tokens_total{" not in desk.metrics.render().decode()
+
+
+async def test_a_finish_without_a_trainable_turn_is_warned_of_and_reaches_no_baseline(open_desk: OpenDesk) -> None:
+    desk = open_desk(policies={"judge": {"trainable": False}, "solver": {}}, group_size=3)
+    replies = [await begin(desk, lease_id=lease.lease_id) for lease in await leases(desk, 3)]
+    silent, judged, played = (desk.episode(reply.episode_id) for reply in replies)
+    take_turn(desk, judged, policy="judge")
+    take_turn(desk, played)
+    ends = [await desk.finishing.finish(e, finish(1.0 if e is played else 0.0)) for e in (silent, judged, played)]
+    end = ": its reward trains nothing and counts in no baseline; the model that trains is 'solver'"
+    assert [reply.warning for reply in ends] == [
+        "this training episode made no model call" + end,
+        "this training episode called no trainable policy, only 'judge'" + end,
+        "",
+    ]
+    draft = desk.solver.buffer._groups
+    assert [m.episode_id for group in draft for m in group.members] == [played.episode_id]
+    assert b"wingbeat_untrained_episodes_total 2.0" in desk.metrics.render()
+    assert desk.finishing.untrained.in_a_row == 0
 
 
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.AGENT])

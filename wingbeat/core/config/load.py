@@ -43,8 +43,15 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], Any
         key, separator, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not separator or not all(key.split(".")):
             raise ConfigError(f"unknown argument {argument!r}: overrides look like --section.key=value")
-        parsed.append((tuple(part.replace("-", "_") for part in key.split(".")), _parse_value(text)))
+        parsed.append((_parse_key(key), _parse_value(text)))
     return parsed
+
+
+def _parse_key(key: str) -> tuple[str, ...]:
+    """Dashes may stand for underscores in settings; a policy's name is what it is."""
+    first, *rest = key.split(".")
+    name = rest[:1] if first == "policies" else []
+    return (first.replace("-", "_"), *name, *(part.replace("-", "_") for part in rest[len(name) :]))
 
 
 def _parse_value(text: str) -> Any:

@@ -13,6 +13,7 @@ import orjson
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
 from wingbeat.server.calls import ToolChoice
 from wingbeat.server.dialects.blocks import as_text, shown
+from wingbeat.server.suggestions import did_you_mean
 
 MAX_N = 64
 MAX_STOPS = 16
@@ -40,7 +41,8 @@ def check_fields(
         if name in honoured or name in no_effect:
             continue
         if name not in refused_unless:
-            raise UnsupportedField(f"unknown field `{name}`; leave it out", param=name)
+            hint = did_you_mean(name, {*honoured, *no_effect})
+            raise UnsupportedField(f"unknown field `{name}`; {hint or 'leave it out'}", param=name)
         if isinstance(value, bool) or value not in refused_unless[name]:
             raise UnsupportedField(
                 f"`{name}` would change what is sampled and is not supported; leave it out", param=name

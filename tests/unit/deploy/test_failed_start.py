@@ -1,0 +1,61 @@
+"""A start that fails before there is a run leaves nothing behind, and is told before anything costs time."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from wingbeat.core.config import Config
+from wingbeat.core.errors import PortInUse, SetupError
+from wingbeat.deploy.local import Supervisor, run_server
+
+
+def config_of(tmp_path: Path, *, port: int = 0, model: str = "builtin:calculator", host: str = "127.0.0.1") -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path / "runs")},
+            "server": {"port": port, "host": host},
+            "policies": {"solver": {"model": model}},
+        }
+    )
+
+
+def serve(config: Config, notes: list[str], *, resume: Path | None = None) -> None:
+    def ready(supervisor: Supervisor) -> None:
+        raise AssertionError("the server is up")
+
+    run_server(config, Path(config.run.dir).parent, resume=resume, on_ready=ready, on_note=notes.append)
+
+
+def test_a_taken_port_is_told_before_the_model_is_made(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+            serve(config_of(tmp_path, port=port), notes)
+    assert notes == []
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_model_that_is_none_leaves_no_run(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SetupError, match="model"):
+        serve(config_of(tmp_path, model=str(tmp_path / "model")), [])
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_host_without_a_key_makes_no_run(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="admin_key"):
+        serve(config_of(tmp_path, host="0.0.0.0"), [])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_was_there_stays(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "old"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUse):
+        serve(config_of(tmp_path, port=taken.getsockname()[1]), [], resume=run_dir)
+    assert (run_dir / "config.toml").is_file()
