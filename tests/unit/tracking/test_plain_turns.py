@@ -237,7 +237,7 @@ def test_a_search_costs_the_given_text_not_the_turns() -> None:
         commit(graph, token_plan(graph, prompt.tolist()), [index])
     ids = [*prompts[1_000].tolist(), 1_000, 5]
     token_plan(graph, ids)  # the tree is built with the first search
-    started = time.perf_counter()
+    started = time.process_time()
     plans = [token_plan(graph, ids) for _ in range(20)]
-    assert (time.perf_counter() - started) / len(plans) < 0.01
+    assert (time.process_time() - started) / len(plans) < 0.01
     assert all(plan.parent is graph.turns[1_000] for plan in plans)
