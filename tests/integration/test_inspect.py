@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -79,6 +80,23 @@ async def test_an_unfinished_episode_is_shown_from_its_captured_turns(server: Sc
     listed = cli("inspect", str(server.run_dir)).stdout
     assert f"  {episode.id} attempt 1: running\n" in listed
     await api.finish(episode)
+
+
+async def test_episodes_are_exported_while_the_server_runs(server: ScriptedServer, api: Api, tmp_path: Path):
+    done, running = await api.begin(label="exported"), await api.begin(label="exported")
+    for episode in (done, running):
+        await api.chat(episode, messages=QUESTION)
+    assert (await api.finish(done)).status == 200
+    exported = cli("export", str(server.run_dir), "--episodes", str(tmp_path / "out.jsonl"), "--messages")
+    assert exported.returncode == 0, exported.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = {row["episode_id"]: row for row in rows if row["label"] == "exported"}
+    assert (found[done.id]["state"], found[running.id]["state"]) == ("finished", "running")
+    for row in found.values():
+        (turn,) = row["turns"]
+        assert [message["content"] for message in turn["messages"]] == [QUESTION[0]["content"], "reply 0"]
+    assert "verified: no contradictions" in cli("inspect", str(server.run_dir), "--ledger").stdout
+    await api.finish(running)
 
 
 async def test_the_merge_report_counts_rows_timelines_trees_and_forks(server: ScriptedServer, api: Api):

@@ -1,4 +1,4 @@
-"""``wingbeat inspect``: a run, an episode token by token, or what merging saved; from the ledger alone."""
+"""``wingbeat inspect``: a run, an episode token by token, its ledger, or what merging saved."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wingbeat.cli.inspect_episode import Training, show_attempt, shown_state
+from wingbeat.cli.ledger_report import show_ledger, show_states
 from wingbeat.cli.liveness import is_served
 from wingbeat.cli.merge_report import build_report, show_report
 from wingbeat.core.errors import SetupError
@@ -36,13 +37,23 @@ class PolicyFacts:
     trainable: bool
 
 
-def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = False, full: bool = False) -> None:
-    """Print the run, one episode or the merge report.
+def run_inspect(
+    run_dir: Path,
+    episode_id: str | None,
+    *,
+    merge_report: bool = False,
+    show_ledger_report: bool = False,
+    full: bool = False,
+) -> bool:
+    """Print the run, one episode, the merge report or the ledger.  False where the ledger contradicts itself.
 
-    Raises SetupError where there is no run or both were asked for, UnknownEpisode for a wrong id.
+    Raises SetupError where there is no run or several were asked for, UnknownEpisode for a wrong id.
     """
-    if merge_report and episode_id is not None:
-        raise SetupError("--merge-report is of a whole run: leave the episode out")
+    for option, asked in (("--merge-report", merge_report), ("--ledger", show_ledger_report)):
+        if asked and episode_id is not None:
+            raise SetupError(f"{option} is of a whole run: leave the episode out")
+    if merge_report and show_ledger_report:
+        raise SetupError("--merge-report and --ledger are two reports: ask for one at a time")
     check_run_dir(run_dir)
     console = Console(markup=False)  # clients chose the names that are shown
     if not console.is_terminal:
@@ -51,6 +62,8 @@ def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = F
     superseded = frozenset(name for name, facts in policies.items() if facts.train_superseded)
     frozen = frozenset(name for name, facts in policies.items() if not facts.trainable)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
+        if show_ledger_report:
+            return show_ledger(console, ledger, run_dir)
         if merge_report:
             show_report(console, build_report(ledger, train_superseded=superseded, frozen=frozen))
         elif episode_id is None:
@@ -64,6 +77,7 @@ def run_inspect(run_dir: Path, episode_id: str | None, *, merge_report: bool = F
                 is_open = served and _may_finish(attempt, last=attempt is attempts[-1])
                 training = Training(superseded=superseded, frozen=frozen, is_open=is_open)
                 show_attempt(console, attempt, captured=captured, templates=templates, training=training, full=full)
+    return True
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -107,19 +121,7 @@ def load_policies(run_dir: Path) -> dict[str, PolicyFacts]:
 
 
 def _show_run(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
-    summary, meta = ledger.summary(), ledger.meta()
-    console.print(f"run {meta.run_id}, seed {meta.seed}: {run_dir}", highlight=False, soft_wrap=True)
-    counts = Table("what", "state", "number", "tokens", title="ledger")
-    for kind, states in (("groups", summary.groups), ("attempts", summary.attempts)):
-        for state, number in sorted(states.items()):
-            shown = state
-            if kind == "attempts" and state == AttemptState.RUNNING:
-                shown = shown_state(AttemptState.RUNNING, is_open=is_served(run_dir))
-            counts.add_row(kind, shown, str(number), "")
-    for sample in summary.samples:
-        state = f"{sample.state} ({sample.reason})" if sample.reason else str(sample.state)
-        counts.add_row(f"samples of {sample.policy}", state, str(sample.num_attempts), str(sample.num_tokens))
-    console.print(counts)
+    show_states(console, ledger, run_dir)
     _show_evaluations(console, ledger)
     for split in (Split.TRAIN, Split.EVAL):
         recent = ledger.recent_episodes(EPISODES_SHOWN, split=split)

@@ -20,6 +20,7 @@ from wingbeat.cli.init import init
 from wingbeat.cli.rollout import rollout
 from wingbeat.cli.run import serve, train
 from wingbeat.core.errors import SetupError, WingbeatError
+from wingbeat.core.types import Split
 
 
 def missing_package(module: str) -> str:
@@ -91,12 +92,31 @@ def inspect(
     merge_report: Annotated[
         bool, typer.Option("--merge-report", help="What timeline merging saved, and why agents forked.")
     ] = False,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="What the ledger holds, and whether it contradicts itself.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="With an episode: every token of long prompts, too.")] = False,
 ) -> None:
-    """Show a run, one episode of it token by token, or what merging its timelines saved."""
+    """Show a run, one episode of it token by token, its ledger, or what merging its timelines saved."""
     from wingbeat.cli.inspect import run_inspect
 
-    run_inspect(run_dir, episode, merge_report=merge_report, full=full)
+    if not run_inspect(run_dir, episode, merge_report=merge_report, show_ledger_report=ledger, full=full):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    episodes: Annotated[Path, typer.Option("--episodes", help="A new file: .jsonl or .parquet.")],
+    split: Annotated[Split | None, typer.Option(help="Only these episodes.")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Every turn with its messages.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Every turn with token ids and logprobs.")] = False,
+) -> None:
+    """Write a run's episodes, one row per attempt, to a file for other tools."""
+    from wingbeat.cli.export import RowOptions, run_export
+
+    count = run_export(run_dir, episodes, split=split, options=RowOptions(messages=messages, tokens=tokens))
+    typer.echo(f"{count} attempts written to {episodes}")
 
 
 @app.command()

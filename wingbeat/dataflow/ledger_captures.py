@@ -21,6 +21,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -92,6 +93,14 @@ class Captures:
             if header is not None:
                 found.append((header.episode_id, header.attempt))
         return tuple(found)
+
+    def num_bytes(self) -> int:
+        """Of all files together; one that goes meanwhile counts nothing."""
+        total = 0
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     def _path(self, episode_id: str, attempt: int) -> Path:
         """Ids may hold anything (clients name groups), so the name is a digest."""

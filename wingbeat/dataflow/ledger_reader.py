@@ -22,14 +22,17 @@ from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_schema import (
     SCHEMA_VERSION,
     AttemptState,
+    BatchState,
     SampleState,
     check_version,
     schema_version,
 )
 from wingbeat.dataflow.ledger_views import (
     AttemptView,
+    BatchCount,
     Checkpoint,
     FinishReceipt,
+    LedgerSizes,
     LedgerSummary,
     OpenGroup,
     RunMeta,
@@ -105,14 +108,31 @@ class LedgerReader:
                 AttemptView(
                     group=_group_spec(row),
                     state=AttemptState(row["state"]),
+                    episode_id=row["episode_id"],
                     attempt=row["attempt"],
                     label=row["label"],
                     created_s=row["created_s"],
                     record=_record(row) if row["state"] == AttemptState.FINISHED else None,
                     samples=_sample_statuses(connection, episode_id, row["attempt"]),
+                    outcome=None if row["outcome"] is None else Outcome(row["outcome"]),
+                    message=row["message"],
+                    ended_s=row["finished_s"],
                 )
                 for row in rows
             )
+
+    def attempts(self, *, split: Split | None = None) -> Iterator[AttemptView]:
+        """Every attempt (of one split) that had begun by the first ``next``, episodes in order of their beginning.
+
+        One episode is in memory at a time, each as it is when its turn comes.
+        """
+        rows = self._rows(
+            """SELECT episode_id FROM episodes JOIN groups USING (group_id) WHERE ? = '' OR split = ?
+            GROUP BY episode_id ORDER BY MIN(episodes.rowid)""",
+            ("" if split is None else split, "" if split is None else split),
+        )
+        for row in rows:
+            yield from self.episode(row["episode_id"])
 
     def captured_turns(self, episode_id: str, attempt: int) -> tuple[bytes, ...]:
         """The turns of an attempt that has no record (running, lost or interrupted), in order, as they were captured.
@@ -200,9 +220,39 @@ class LedgerReader:
         rows = self._rows("SELECT payload FROM batches WHERE policy = ? AND step > ? ORDER BY step", (policy, step))
         return [_batch_decoder.decode(_decompress(row["payload"])) for row in rows]
 
-    def checkpoints(self, policy: str) -> tuple[Checkpoint, ...]:
-        """Recorded checkpoints, newest first."""
-        rows = self._rows("SELECT policy, step, path FROM checkpoints WHERE policy = ? ORDER BY step DESC", (policy,))
+    def batches(self) -> tuple[BatchCount, ...]:
+        """Logged and trained batches in numbers, policy by policy."""
+        rows = self._rows(
+            """SELECT policy, state, COUNT(*), MIN(step), MAX(step), SUM(LENGTH(payload)) FROM batches
+            GROUP BY policy, state ORDER BY policy, state DESC"""
+        )
+        return tuple(BatchCount(p, BatchState(state), n, first, last, size) for p, state, n, first, last, size in rows)
+
+    def sizes(self) -> LedgerSizes:
+        """What the run's ledger takes on disk; reads all of it, so a large one takes a while."""
+        (episodes,) = self._rows(
+            """SELECT COUNT(*), COALESCE(SUM(LENGTH(payload)), 0), COALESCE(SUM(LENGTH(graph)), 0) FROM episodes
+            WHERE state = 'finished'"""
+        )
+        ((batches,),) = self._rows("SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM batches")
+        path = Path(next(row["file"] for row in self._rows("PRAGMA database_list") if row["name"] == "main"))
+        log = path.with_name(f"{path.name}-wal")
+        return LedgerSizes(
+            file=path.stat().st_size,
+            write_ahead_log=log.stat().st_size if log.exists() else 0,
+            captures=self._captures.num_bytes(),
+            samples=episodes[1],
+            graphs=episodes[2],
+            batches=batches,
+            num_finished=episodes[0],
+        )
+
+    def checkpoints(self, policy: str | None = None) -> tuple[Checkpoint, ...]:
+        """Recorded checkpoints (of one policy), newest first."""
+        rows = self._rows(
+            "SELECT policy, step, path FROM checkpoints WHERE ? = '' OR policy = ? ORDER BY policy, step DESC",
+            (policy or "", policy or ""),
+        )
         return tuple(Checkpoint(row["policy"], row["step"], row["path"]) for row in rows)
 
     def evaluations(self) -> tuple[EvaluationResult, ...]:

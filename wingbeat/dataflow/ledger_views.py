@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat.core.types import Outcome
 from wingbeat.dataflow.groups import RestoredSlot
-from wingbeat.dataflow.ledger_schema import AttemptState, SampleState
+from wingbeat.dataflow.ledger_schema import AttemptState, BatchState, SampleState
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
 
 
@@ -59,12 +59,17 @@ class AttemptView:
 
     group: GroupSpec
     state: AttemptState
+    episode_id: str
     attempt: int
     label: str
     created_s: float
     record: EpisodeRecord | None
     """None unless finished."""
     samples: tuple[SampleStatus, ...]
+    outcome: Outcome | None = None
+    """Of an attempt that has ended, with or without a record."""
+    message: str = ""
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,35 @@ class SampleCount:
     reason: str | None
     num_attempts: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCount:
+    """Batches of one policy in one state."""
+
+    policy: str
+    state: BatchState
+    num_batches: int
+    first_step: int
+    last_step: int
+    num_bytes: int
+    """Compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSizes:
+    """What a ledger takes on disk, in bytes."""
+
+    file: int
+    write_ahead_log: int
+    captures: int
+    """The files of captured turns."""
+    samples: int
+    """Of the file: the finished attempts' samples, compressed; so are the others."""
+    graphs: int
+    batches: int
+    num_finished: int
+    """Attempts whose samples and graphs these are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Path:
 def test_version_and_help(cli: CliRunner) -> None:
     assert cli.invoke(app, ["version"]).output.strip() == __version__
     listed = cli.invoke(app, ["--help"]).output
-    for command in ("demo", "init", "serve", "train", "rollout", "eval", "inspect", "doctor", "version"):
+    for command in ("demo", "init", "serve", "train", "rollout", "eval", "inspect", "export", "doctor", "version"):
         assert command in listed
         done = cli.invoke(app, [command, "--help"])
         assert done.exit_code == 0, done.output

@@ -315,6 +315,46 @@ def test_migrations_run_in_order_and_all_or_nothing():
     db.close()
 
 
+def test_attempts_come_in_order_of_their_beginning_by_split(ledger, finished, make):
+    ledger.record_group(make.spec("e", split=Split.EVAL), episode_ids=("a-first-by-name",))
+    ledger.record_begin("a-first-by-name", 1, group_id="e")
+    ledger.record_end("a-first-by-name", 1, state=AttemptState.LOST, outcome=Outcome.TIMEOUT, message="late")
+    ledger.record_begin("a-first-by-name", 2, group_id="e").result()
+    found = [(view.episode_id, view.attempt, view.state, view.outcome, view.message) for view in ledger.attempts()]
+    assert found == [
+        ("g-0", 1, AttemptState.FINISHED, Outcome.AGENT, ""),
+        ("g-1", 1, AttemptState.FINISHED, Outcome.AGENT, ""),
+        ("a-first-by-name", 1, AttemptState.LOST, Outcome.TIMEOUT, "late"),
+        ("a-first-by-name", 2, AttemptState.RUNNING, None, ""),
+    ]
+    assert [view.attempt for view in ledger.attempts(split=Split.EVAL)] == [1, 2]
+    assert [view.record for view in ledger.attempts(split=Split.TRAIN)] == finished
+
+
+def test_batches_and_checkpoints_are_listed_over_all_policies(ledger, finished):
+    ledger.log_batch(batch_of(finished[0]), group_ids=["g"])
+    ledger.mark_trained("solver", step=1, metrics={}, advantages={})
+    ledger.log_batch(batch_of(finished[1], step=2, batch_id="b2"), group_ids=["g"])
+    for policy, step in (("solver", 1), ("solver", 2), ("judge", 5)):
+        ledger.record_checkpoint(policy, step=step, path=f"{policy}-{step}").result()
+    counts = [(found.state, found.num_batches, found.first_step, found.last_step) for found in ledger.batches()]
+    assert counts == [("trained", 1, 1, 1), ("logged", 1, 2, 2)]
+    assert [(c.policy, c.step) for c in ledger.checkpoints()] == [("judge", 5), ("solver", 2), ("solver", 1)]
+    assert [c.path for c in ledger.checkpoints("solver")] == ["solver-2", "solver-1"]
+    assert ledger.sizes().batches == sum(found.num_bytes for found in ledger.batches()) > 0
+
+
+def test_sizes_add_up(ledger, make):
+    empty = ledger.sizes()
+    assert (empty.num_finished, empty.samples, empty.graphs, empty.batches, empty.captures) == (0, 0, 0, 0, 0)
+    ledger.record_begin("g-1", 1, group_id="g").result()
+    ledger.capture_turn("g-1", 1, b"x" * 1000)
+    ledger.record_finish(replace(make.record("g-0"), graph=b"graph" * 9)).result()
+    sizes = ledger.sizes()
+    assert sizes.num_finished == 1 and sizes.samples > 0 and sizes.graphs > 0 and sizes.write_ahead_log > 0
+    assert 1000 < sizes.captures < 1200 and sizes.file > 0
+
+
 def test_verify_names_contradictions(ledger, finished, tmp_path):
     ledger.close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:

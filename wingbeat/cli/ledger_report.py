@@ -1,0 +1,87 @@
+"""``wingbeat inspect RUN_DIR --ledger``: what a run's ledger holds, what it takes, and whether it is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from wingbeat.cli.inspect_episode import shown_state
+from wingbeat.cli.liveness import is_served
+from wingbeat.dataflow.ledger_reader import LedgerReader
+from wingbeat.dataflow.ledger_schema import AttemptState, BatchState
+from wingbeat.dataflow.ledger_views import LedgerSizes
+
+BATCH_STATES = {BatchState.LOGGED: "logged, not trained yet", BatchState.TRAINED: "trained"}
+
+
+def show_ledger(console: Console, ledger: LedgerReader, run_dir: Path) -> bool:
+    """Print the report.  False where the ledger contradicts itself."""
+    show_states(console, ledger, run_dir)
+    _show_batches(console, ledger)
+    _show_checkpoints(console, ledger)
+    _show_sizes(console, ledger.sizes())
+    problems = ledger.verify()
+    console.print("verified: no contradictions" if not problems else "the ledger contradicts itself:")
+    for problem in problems:
+        console.print(f"  {problem}", highlight=False, soft_wrap=True)
+    return not problems
+
+
+def show_states(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
+    """Which run it is, and its groups, attempts and samples by state."""
+    summary, meta = ledger.summary(), ledger.meta()
+    console.print(f"run {meta.run_id}, seed {meta.seed}: {run_dir}", highlight=False, soft_wrap=True)
+    counts = Table("what", "state", "number", "tokens", title="ledger")
+    for kind, states in (("groups", summary.groups), ("attempts", summary.attempts)):
+        for state, number in sorted(states.items()):
+            shown = state
+            if kind == "attempts" and state == AttemptState.RUNNING:
+                shown = shown_state(AttemptState.RUNNING, is_open=is_served(run_dir))
+            counts.add_row(kind, shown, str(number), "")
+    for sample in summary.samples:
+        state = f"{sample.state} ({sample.reason})" if sample.reason else str(sample.state)
+        counts.add_row(f"samples of {sample.policy}", state, str(sample.num_attempts), str(sample.num_tokens))
+    console.print(counts)
+
+
+def _show_batches(console: Console, ledger: LedgerReader) -> None:
+    table = Table("policy", "state", "batches", "steps", "size", title="batches")
+    for found in ledger.batches():
+        steps = f"{found.first_step} to {found.last_step}"
+        table.add_row(
+            found.policy, BATCH_STATES[found.state], str(found.num_batches), steps, shown_size(found.num_bytes)
+        )
+    if table.row_count:
+        console.print(table)
+
+
+def _show_checkpoints(console: Console, ledger: LedgerReader) -> None:
+    table = Table("policy", "step", "folder", "on disk", title="checkpoints")
+    for found in ledger.checkpoints():
+        table.add_row(found.policy, str(found.step), found.path, "yes" if Path(found.path).exists() else "no")
+    if table.row_count:
+        console.print(table)
+
+
+def _show_sizes(console: Console, sizes: LedgerSizes) -> None:
+    table = Table("what", "size", title="on disk")
+    table.add_row("ledger.sqlite", shown_size(sizes.file))
+    table.add_row("  samples of finished attempts", shown_size(sizes.samples))
+    table.add_row("  their token graphs", shown_size(sizes.graphs))
+    table.add_row("  batches", shown_size(sizes.batches))
+    table.add_row("write-ahead log", shown_size(sizes.write_ahead_log))
+    table.add_row("turns of attempts without an end", shown_size(sizes.captures))
+    if sizes.num_finished:
+        table.add_row("ledger.sqlite per finished attempt", shown_size(round(sizes.file / sizes.num_finished)))
+    console.print(table)
+
+
+def shown_size(num_bytes: int) -> str:
+    """Bytes in the unit that leaves at least one whole digit."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
