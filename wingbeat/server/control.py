@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from wingbeat.core.config import Config
+from wingbeat.core.config.schema import WITHOUT_GROUP_BASELINE
 from wingbeat.core.events import EventLog
 from wingbeat.core.worker_protocol import (
     ControlMessage,
@@ -180,7 +181,7 @@ class Control:
                 groups_per_step=dataflow.groups_per_step,
                 max_staleness=dataflow.max_staleness,
                 # equal rewards still carry a gradient where there is no baseline
-                drop_zero_variance=dataflow.drop_zero_variance and algorithm != "reinforce",
+                drop_zero_variance=dataflow.drop_zero_variance and algorithm not in WITHOUT_GROUP_BASELINE,
                 dynamic_sampling=dataflow.dynamic_sampling or algorithm == "dapo",
             ),
             gate=StalenessGate(max_staleness=dataflow.max_staleness, groups_per_step=dataflow.groups_per_step),

@@ -2,7 +2,8 @@
 
 One advantage per :class:`EpisodeSamples`, computed before anything is packed and then broadcast to all
 its sampled tokens.  A long or forked episode (more tokens, more samples) therefore has exactly one
-vote in its group's baseline.  Baselines are keyed by (group, policy, agent).
+vote in its group's baseline.  Baselines are keyed by (group, policy, agent), those of
+reinforce_plus_plus by (policy, agent): all of the batch.
 
 Letters: ``G`` members of one baseline group, ``r`` their rewards.
 
@@ -11,7 +12,9 @@ A worked instance: rewards 1, 0, 1, 0, whatever numbers of samples they come in:
     reinforce   1      0      1      0
     dr_grpo     0.5   -0.5    0.5   -0.5      mean 1/2
     rloo        2/3   -2/3    2/3   -2/3      1 - (0+1+0)/3
-    grpo, dapo  0.866 -0.866  0.866 -0.866    0.5 / (sqrt(1/3) + eps)
+    grpo, ...   0.866 -0.866  0.866 -0.866    0.5 / (sqrt(1/3) + eps); also dapo, cispo, gspo, sapo
+
+and, where they are all of the batch, ``reinforce_plus_plus`` 1, -1, 1, -1: 0.5 / (sqrt(1/4) + eps).
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ def compute_advantages(episodes: Sequence[EpisodeSamples], *, algorithm: Algorit
 
     A group whose rewards are all equal gets exact zeros (no rounding residue divided by ``eps``), and
     so does a group of one: without a second member there is no baseline, hence no information.
-    REINFORCE has no baseline, so neither rule applies to it.
+    REINFORCE has no baseline, so neither rule applies to it; REINFORCE++ has one, the whole batch.
 
-    ``eps`` is added to the standard deviation (grpo, dapo).  Raises InvalidReward on a reward that is
+    ``eps`` is added to the standard deviation where there is one.  Raises InvalidReward on a reward that is
     not finite.
     """
     for episode in episodes:
@@ -54,11 +57,19 @@ def compute_advantages(episodes: Sequence[EpisodeSamples], *, algorithm: Algorit
             )
     advantages = [0.0] * len(episodes)
     estimate = _ESTIMATORS[algorithm]
-    for members in baseline_groups(episodes).values():
+    groups = _whole_batch(episodes) if algorithm == "reinforce_plus_plus" else baseline_groups(episodes)
+    for members in groups.values():
         rewards = [episodes[index].reward for index in members]
         for index, advantage in zip(members, estimate(rewards, eps), strict=True):
             advantages[index] = advantage
     return advantages
+
+
+def _whole_batch(episodes: Sequence[EpisodeSamples]) -> dict[tuple[str, str], list[int]]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, episode in enumerate(episodes):
+        groups.setdefault((episode.policy, episode.agent), []).append(index)
+    return groups
 
 
 def shuffled_advantages(advantages: Sequence[float], *, seed: int) -> list[float]:
@@ -111,10 +122,25 @@ def _standardised(rewards: Sequence[float], eps: float) -> list[float]:
     return [value / (std + eps) for value in centred]
 
 
+def _normalised(rewards: Sequence[float], eps: float) -> list[float]:
+    """A_i = (r_i - mean(r)) / (std(r) + eps) over the whole batch.  Hu (2025, arXiv 2501.03262), REINFORCE++.
+
+    Without discount and KL penalty every token's return is the episode's reward.  The batch is all there is,
+    hence the population's standard deviation; one vote per episode, not per token.
+    """
+    centred = _mean_only(rewards, eps)
+    std = math.sqrt(math.fsum(value * value for value in centred) / len(rewards))
+    return [value / (std + eps) for value in centred]
+
+
 _ESTIMATORS: dict[Algorithm, Callable[[Sequence[float], float], list[float]]] = {
     "reinforce": _raw,
+    "reinforce_plus_plus": _normalised,
     "rloo": _leave_one_out,
     "grpo": _standardised,
     "dr_grpo": _mean_only,
     "dapo": _standardised,
+    "cispo": _standardised,
+    "gspo": _standardised,
+    "sapo": _standardised,
 }

@@ -38,6 +38,8 @@ class TokenFacts:
     versions_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
+    sequences_N: Tensor
+    """Numbers of the turns, which are runs of trained tokens in a row, whatever rows they came in."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], *, credit: Credit, device: torch.device) -> TokenFacts:
@@ -52,6 +54,7 @@ class TokenFacts:
             versions_N=torch.from_numpy(np.concatenate([row.versions_N for row in rows])).to(device),
             advantages_N=per_row([credit.advantages[row.episode] for row in rows]),
             weights_N=per_row([credit.weights[row.episode] for row in rows]),
+            sequences_N=torch.from_numpy(_turns(rows)).to(device),
         )
 
     def take(self, places: Tensor) -> TokenFacts:
@@ -61,6 +64,7 @@ class TokenFacts:
             versions_N=self.versions_N[places],
             advantages_N=self.advantages_N[places],
             weights_N=self.weights_N[places],
+            sequences_N=self.sequences_N[places],
         )
 
     def scored(self, logprobs_N: Tensor, entropy_N: Tensor, *, on_policy_version: int | None) -> TokenBatch:
@@ -71,6 +75,7 @@ class TokenFacts:
             entropy_N=entropy_N,
             advantages_N=self.advantages_N,
             weights_N=self.weights_N,
+            sequences_N=self.sequences_N,
             on_policy_N=self.versions_N == (-1 if on_policy_version is None else on_policy_version),
         )
 
@@ -143,6 +148,11 @@ def _collate(rows: Sequence[Row], *, credit: Credit, device: torch.device) -> Mi
         facts=TokenFacts.of(rows, credit=credit, device=device),
         num_tokens=sum(row.num_tokens for row in rows),
     )
+
+
+def _turns(rows: Sequence[Row]) -> NDArray[np.int64]:
+    """The number of each trained token's run; a row's first target is >= 1, so it begins one."""
+    return np.cumsum(np.concatenate([np.diff(row.targets_N, prepend=-1) != 1 for row in rows]))
 
 
 def _repeated(values: Sequence[float], counts: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from wingbeat.core.errors import InvalidReward
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
 from wingbeat.trainer.advantages import compute_advantages, shuffled_advantages
 
-ALGORITHMS: tuple[Algorithm, ...] = ("reinforce", "rloo", "grpo", "dr_grpo", "dapo")
+WITH_BASELINE: list[Algorithm] = ["rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "reinforce_plus_plus"]
 
 
 def _samples(count: int) -> tuple[TrainingSample, ...]:
@@ -60,6 +60,10 @@ def _advantages(episodes: Sequence[EpisodeSamples], algorithm: Algorithm, eps: f
         ("rloo", 2 / 3),
         ("grpo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
         ("dapo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
+        ("cispo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
+        ("gspo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
+        ("sapo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
+        ("reinforce_plus_plus", 0.5 / (0.5 + 1e-4)),
     ],
 )
 def test_episodes_with_more_rows_do_not_outvote(algorithm: Algorithm, high: float) -> None:
@@ -76,6 +80,13 @@ def test_reinforce_is_the_reward() -> None:
     assert _advantages(_episodes([0.25, -3, 7]), "reinforce") == [0.25, -3, 7]
 
 
+def test_reinforce_plus_plus_compares_with_the_whole_batch() -> None:
+    """Two constant groups: nothing to learn within a group, +-1 / (1 + eps) between them; each agent by itself."""
+    episodes = [*_episodes([2, 2], group="a"), *_episodes([0, 0], group="b"), *_episodes([5, 9], agent="critic")]
+    found = _advantages(episodes, "reinforce_plus_plus", eps=0.25)
+    assert found == pytest.approx([0.8, 0.8, -0.8, -0.8, -2 / 2.25, 2 / 2.25])
+
+
 def test_groups_of_unequal_size_with_one_constant() -> None:
     """Groups of 4, 3 and 4; the three all score 5: exact zeros, not -1.09 from a mixed-up reshape."""
     episodes = [
@@ -88,12 +99,12 @@ def test_groups_of_unequal_size_with_one_constant() -> None:
     assert _advantages(episodes, "rloo")[7:] == pytest.approx([-8 / 3, -8 / 3, -8 / 3, 8])
 
 
-@pytest.mark.parametrize("algorithm", ["rloo", "grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("algorithm", WITH_BASELINE)
 def test_equal_rewards_leave_no_rounding_residue(algorithm: Algorithm) -> None:
     assert _advantages(_episodes([0.1] * 3), algorithm) == [0.0] * 3
 
 
-@pytest.mark.parametrize("algorithm", ["rloo", "grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("algorithm", WITH_BASELINE)
 def test_a_single_member_carries_no_information(algorithm: Algorithm) -> None:
     assert _advantages(_episodes([7.0]), algorithm) == [0.0]
 
@@ -124,7 +135,7 @@ def test_shuffled_control_keeps_the_values() -> None:
 
 @given(
     rewards=st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12),
-    algorithm=st.sampled_from(["rloo", "grpo", "dr_grpo", "dapo"]),
+    algorithm=st.sampled_from(WITH_BASELINE),
     seed=st.integers(0, 1000),
 )
 def test_baselines_sum_to_zero_and_ignore_order(rewards: list[float], algorithm: Algorithm, seed: int) -> None:

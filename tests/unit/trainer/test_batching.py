@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
-from wingbeat.trainer.batching import Credit, micro_batches, plan_micro_batches
+from wingbeat.trainer.batching import Credit, TokenFacts, micro_batches, plan_micro_batches
 from wingbeat.trainer.rows import build_rows, split_by_group
 
 
@@ -42,6 +42,15 @@ def test_each_sampled_token_is_explained_by_the_position_before_it() -> None:
     assert micro.targets.temperatures_N.tolist() == [0.5] * 3
     assert micro.facts.advantages_N.tolist() == [0.75] * 3
     assert micro.facts.weights_N.tolist() == [0.5] * 3
+
+
+def test_turns_are_numbered_over_rows() -> None:
+    """Two turns in a row; a token that cannot train ends one; the next row begins a new one."""
+    samples = tuple(_worked_sample(found) for found in ([0, 0, -1, -2, 0, -3], [0, 0, float("nan"), -2, 0, -3]))
+    rows = build_rows([_episode(samples)], vocabulary=48)
+    facts = TokenFacts.of(rows, credit=Credit(advantages=[1], weights=[1]), device=torch.device("cpu"))
+    assert facts.sequences_N.tolist() == [1, 1, 2, 3, 4]
+    assert facts.take(torch.tensor([3, 4])).sequences_N.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])

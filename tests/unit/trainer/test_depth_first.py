@@ -152,6 +152,7 @@ def token_loss(case: Case, places_N: Ints, logprobs: Tensor, entropy: Tensor) ->
         entropy_N=entropy,
         advantages_N=case.per_token(case.advantages_R)[places_N].to(logprobs.dtype),
         weights_N=torch.full_like(logprobs, 0.1),
+        sequences_N=torch.from_numpy(places_N),
         on_policy_N=torch.zeros_like(logprobs, dtype=torch.bool),
     )
     return policy_loss(batch, config=PPO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ from wingbeat.core.errors import ConflictError, RequestError, SetupError
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.trainer.single import PolicyTrainer
 
-ALGORITHMS: tuple[Algorithm, ...] = ("reinforce", "rloo", "grpo", "dr_grpo", "dapo")
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+PPO_GAIN: tuple[Algorithm, ...] = ("reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "dapo")
 MakeTrainer = Callable[..., PolicyTrainer]
 MakeBatch = Callable[..., TrainingBatch]
 
@@ -55,7 +56,30 @@ def test_micro_batching_never_changes_a_gradient(
         assert part_metrics["entropy"] == pytest.approx(metrics["entropy"], rel=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"sequence_mask_low": 0.15, "sequence_mask_high": 3.0},
+        {"tis_cap": 1.1},
+        {"algorithm": "gspo", "sequence_mask_low": 0.15},
+        {"algorithm": "gspo", "sequence_ratio": "product"},
+    ],
+)
+def test_micro_batching_never_changes_a_correction(
+    rules: dict[str, Any], make_trainer: MakeTrainer, make_batch: MakeBatch
+) -> None:
+    settings: dict[str, Any] = {"kind": "llama", "dtype": torch.float64, "max_grad_norm": 1e9} | rules
+    whole, metrics = _gradient(make_trainer(micro_batch_tokens=100_000, **settings), make_batch())
+    parts, part_metrics = _gradient(make_trainer(micro_batch_tokens=1, **settings), make_batch())
+    assert _distance(whole, parts) <= 1e-12
+    for name in ("correction/masked", "correction/capped"):
+        assert part_metrics[name] == pytest.approx(metrics[name])
+        assert metrics[name] < 1
+    assert (metrics["correction/masked"] > 0) == ("sequence_mask_low" in rules)
+    assert (metrics["correction/capped"] > 0) == ("tis_cap" in rules)
+
+
+@pytest.mark.parametrize("algorithm", PPO_GAIN)
 def test_gradient_equals_a_naive_loss_over_whole_logits(
     algorithm: Algorithm, make_trainer: MakeTrainer, make_batch: MakeBatch, build_model: Callable[..., Any]
 ) -> None:
@@ -68,7 +92,8 @@ def test_gradient_equals_a_naive_loss_over_whole_logits(
     for episode in batch.episodes:
         advantage = result.advantages[f"{episode.episode_id}:1:"]
         terms = torch.cat([_token_gains(model, sample, advantage) for sample in episode.samples])
-        divisor = {"grpo": float(len(terms)), "dr_grpo": 32.0}.get(algorithm, 1.0)
+        mean = float(len(terms))
+        divisor = {"grpo": mean, "reinforce_plus_plus": mean, "dr_grpo": 32.0}.get(algorithm, 1.0)
         losses.append(-terms.sum() / divisor)
     denominator = sum(e.num_sampled for e in batch.episodes) if algorithm == "dapo" else len(batch.episodes)
     loss = torch.stack(losses).sum() / denominator

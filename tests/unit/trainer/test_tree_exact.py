@@ -67,7 +67,15 @@ def _turns(row: Row) -> list[Row]:
     ]
 
 
-def _case(model: Any, rows: list[Row], *, seed: int = 0, algorithm: Algorithm = "grpo", budget: int = 10_000) -> Case:
+def _case(
+    model: Any,
+    rows: list[Row],
+    *,
+    seed: int = 0,
+    algorithm: Algorithm = "grpo",
+    budget: int = 10_000,
+    rules: Mapping[str, Any] | None = None,
+) -> Case:
     """Rows whose sampling logprobs lie so close to the policy's that some are clipped and most are not."""
     rng = np.random.default_rng(seed)
     trees = TreeScorer(LogprobModel(model, chunk_tokens=64), backend="mask", device=CPU)
@@ -76,7 +84,9 @@ def _case(model: Any, rows: list[Row], *, seed: int = 0, algorithm: Algorithm = 
     rows = [
         replace(row, sampling_logprobs_N=found.astype(np.float32)) for row, found in zip(rows, noisy[:-1], strict=True)
     ]
-    config = TrainerConfig(algorithm=algorithm, micro_batch_tokens=budget, logprob_chunk_tokens=5)
+    wide = {"clip_low": 0.1, "clip_high": 0.1} if algorithm == "gspo" else {}
+    settings = {"micro_batch_tokens": budget, "logprob_chunk_tokens": 5} | wide | dict(rules or {})
+    config = TrainerConfig(algorithm=algorithm, **settings)
     loss_config = LossConfig.resolve(config, context_tokens=32)
     tokens = [sum(row.num_trained for row in rows if row.episode == episode) for episode in range(4)]
     totals = Totals(num_episodes=4, num_tokens=max(1, sum(tokens)))
@@ -184,6 +194,33 @@ def test_every_algorithm_on_every_backend(
     model = exact_model("qwen3", dtype)
     case = _case(model, make_rows(np.random.default_rng(5)), algorithm=algorithm, budget=25)
     _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("algorithm", "rules"),
+    [
+        ("gspo", {"sequence_ratio": "product"}),
+        ("grpo", {"tis_cap": 1.05, "clip_high": 0.4}),
+        ("grpo", {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1}),
+        ("gspo", {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1}),
+    ],
+)
+def test_sequence_ratios_and_corrections_on_every_backend(
+    algorithm: Algorithm, rules: dict[str, Any], backend: str, exact_model: Callable[..., Any], make_rows: MakeRows
+) -> None:
+    """A row's turns are those of rows that hold one turn each; some are masked or capped, not all."""
+    model = exact_model("qwen3", torch.float64)
+    affected = tokens = 0.0
+    for seed in (5, 6, 7):
+        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=25, rules=rules)
+        got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
+        _assert_equal(got, wanted, TOLERANCE[torch.float64])
+        stats = got[1].stats
+        assert (stats.capped, stats.masked) == (wanted[1].stats.capped, wanted[1].stats.masked)
+        affected += max(stats.capped, stats.masked, stats.clipped_low + stats.clipped_high)
+        tokens += stats.tokens
+    assert 0.05 < affected / tokens < 0.95
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -298,6 +335,7 @@ def test_multiplicity_weights_with_averaged_advantages_are_seen(
             entropy_N=tokens.entropy_N[first_E],
             advantages_N=mean(tokens.advantages_N),
             weights_N=mean(tokens.weights_N) * count_E.float(),
+            sequences_N=tokens.sequences_N[first_E],
             on_policy_N=tokens.on_policy_N[first_E],
         )
         return policy_loss(merged, config=config)

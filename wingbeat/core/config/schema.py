@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Algorithm = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo"]
+Algorithm = Literal["reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo"]
+WITHOUT_GROUP_BASELINE: frozenset[Algorithm] = frozenset({"reinforce", "reinforce_plus_plus"})
+"""These learn also from a group whose rewards are all equal."""
 
 
 class Section(BaseModel):
@@ -84,11 +86,43 @@ class TrainerConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this global norm.")
-    clip_low: float = Field(default=0.2, ge=0, description="Ratios are clipped at 1 - clip_low.")
-    clip_high: float | None = Field(
-        default=None, ge=0, description="... and at 1 + clip_high; unset: 0.2, and 0.28 for dapo."
+    clip_low: float | None = Field(
+        default=None,
+        ge=0,
+        description="Ratios are clipped at 1 - clip_low; unset: 0.2, 1 for cispo (no lower bound), 3e-4 for gspo.",
     )
-    advantage_eps: float = Field(default=1e-4, gt=0, description="Added to the standard deviation (grpo, dapo).")
+    clip_high: float | None = Field(
+        default=None,
+        ge=0,
+        description="... and at 1 + clip_high; unset: 0.2, 0.28 for dapo, 4 for cispo, 4e-4 for gspo.",
+    )
+    sequence_ratio: Literal["geometric_mean", "product"] = Field(
+        default="geometric_mean",
+        description="gspo's ratio of a turn, from those of its tokens; `product` is clipped at 0.2 unless set.",
+    )
+    sapo_tau_positive: float = Field(
+        default=1.0, gt=0, description="Temperature of sapo's gate for positive advantages; higher closes sooner."
+    )
+    sapo_tau_negative: float = Field(default=1.05, gt=0, description="... and for negative ones.")
+    tis_cap: float | None = Field(
+        default=None,
+        ge=1,
+        description="Rollout correction: a token's ratio weighs its gradient by at most this; unset: no cap. Not with"
+        " cispo, gspo, sapo, which bound it themselves.",
+    )
+    sequence_mask_low: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Rollout correction: turns whose ratio (geometric mean over tokens) is lower are not trained;"
+        " unset: none.",
+    )
+    sequence_mask_high: float | None = Field(
+        default=None, ge=1, description="... and turns whose ratio is higher; unset: none."
+    )
+    advantage_eps: float = Field(
+        default=1e-4, gt=0, description="Added to the standard deviation, where the algorithm divides by one."
+    )
     length_norm_tokens: int | None = Field(
         default=None, ge=1, description="dr_grpo's constant divisor per episode; unset: the policy's context."
     )
@@ -120,6 +154,25 @@ class TrainerConfig(Section):
     control: Literal["none", "shuffled_advantages"] = Field(
         default="none", description="Negative control: shuffle advantages over the batch, so that nothing is learnt."
     )
+
+    @model_validator(mode="after")
+    def _keys_fit_the_algorithm(self) -> TrainerConfig:
+        """A key that would change nothing is a misunderstanding: refuse it."""
+        algorithm = self.algorithm
+        if algorithm == "sapo" and (self.clip_low is not None or self.clip_high is not None):
+            raise ValueError("sapo has a soft gate and no clip; leave clip_low and clip_high unset")
+        if algorithm != "sapo" and (self.sapo_tau_positive, self.sapo_tau_negative) != (1.0, 1.05):
+            raise ValueError(
+                f"sapo_tau_positive and sapo_tau_negative are of sapo, not of {algorithm}; leave them unset"
+            )
+        if algorithm != "gspo" and self.sequence_ratio != "geometric_mean":
+            raise ValueError(f"sequence_ratio is of gspo, {algorithm} has a ratio per token; leave it unset")
+        if self.tis_cap is not None and algorithm in ("cispo", "gspo", "sapo"):
+            raise ValueError(
+                f"tis_cap does not go with {algorithm}: cispo caps the ratio by clip_high, sapo by its gate, gspo has"
+                " one ratio per turn; leave it unset, or use sequence_mask_low and sequence_mask_high"
+            )
+        return self
 
 
 class PolicyConfig(Section):
@@ -184,6 +237,15 @@ class DataflowConfig(Section):
     dynamic_sampling: bool = Field(
         default=False, description="Do not count such groups: sample on until the batch is full (DAPO)."
     )
+
+    @model_validator(mode="after")
+    def _batches_can_fill(self) -> DataflowConfig:
+        if self.dynamic_sampling and self.group_size == 1:
+            raise ValueError(
+                "`dynamic_sampling` skips groups of equal rewards, which every group of one is, so no batch would ever"
+                " fill: set `group_size` to 2 or more, or leave `dynamic_sampling` out"
+            )
+        return self
 
 
 class TasksConfig(Section):
