@@ -48,13 +48,6 @@ class BatchState(StrEnum):
     TRAINED = "trained"
 
 
-class GroupState(StrEnum):
-    """Whether a group still takes members."""
-
-    OPEN = "open"
-    CLOSED = "closed"
-
-
 ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
     AttemptState.RUNNING: frozenset(
         {AttemptState.FINISHED, AttemptState.LOST, AttemptState.ABORTED, AttemptState.INTERRUPTED}

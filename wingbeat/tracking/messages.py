@@ -99,7 +99,7 @@ def parse_messages(value: object, *, param: str = "messages") -> tuple[Message, 
     for content that cannot be shown to a text model.
     """
     if not isinstance(value, list):
-        raise RequestError(f"{param} must be a list of messages, got {_kind(value)}", param=param)
+        raise RequestError(f"{param} must be a list of messages, got {kind_of(value)}", param=param)
     items = cast(list[object], value)
     if not items:
         raise RequestError(f"{param} is empty: send at least one message", param=param)
@@ -170,7 +170,7 @@ def _content(value: object, *, param: str) -> str:
                 f"{place} has type {_shown(part.get('type'))}: only parts of type 'text' are supported", param=place
             )
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{place}.text must be text, got {_kind(part.get('text'))}", param=f"{place}.text")
+            raise RequestError(f"{place}.text must be text, got {kind_of(part.get('text'))}", param=f"{place}.text")
         parts.append(_text(part["text"], param=f"{place}.text"))
     return "".join(parts)
 
@@ -188,7 +188,7 @@ def _tool_calls(value: object, *, role: Role, param: str) -> tuple[ToolCall, ...
     if role != "assistant":
         raise RequestError(f"{param} belongs to role 'assistant', not {role!r}: remove it", param=param)
     if not isinstance(value, list):
-        raise RequestError(f"{param} must be a list, got {_kind(value)}", param=param)
+        raise RequestError(f"{param} must be a list, got {kind_of(value)}", param=param)
     items = cast(list[object], value)
     calls = tuple([_plain_call(item) or _tool_call(item, param=f"{param}[{i}]") for i, item in enumerate(items)])
     if len(calls) == 1:
@@ -240,24 +240,31 @@ def _tool_call(value: object, *, param: str) -> ToolCall:
 
 def _mapping(value: object, *, param: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"{param} must be an object, got {_kind(value)}", param=param)
+        raise RequestError(f"{param} must be an object, got {kind_of(value)}", param=param)
     return cast(Mapping[str, object], value)
 
 
 def _text(value: object, *, param: str, expected: str = "text") -> str:
-    """The text, "" for null. Lone surrogates (which JSON can spell) have no bytes and hence no tokens."""
+    """The text, "" for null; refused where it has no bytes."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise RequestError(f"{param} must be {expected}, got {_kind(value)}", param=param)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"{param} contains a lone surrogate at character {error.start}: send valid Unicode", param=param
-            ) from error
+        raise RequestError(f"{param} must be {expected}, got {kind_of(value)}", param=param)
+    place = lone_surrogate(value)
+    if place is not None:
+        raise RequestError(f"{param} contains a lone surrogate at character {place}: send valid Unicode", param=param)
     return value
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where the first one stands. JSON can spell them, but they have no bytes and hence no tokens."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _dump_json(value: object, *, param: str) -> str:
@@ -304,11 +311,12 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """A JSON value's type in words."""
     names: dict[type, str] = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def _shown(value: object) -> str:
     """A client's value in an error message, which must stay short whatever was sent."""
-    return repr(value if len(value) <= 60 else value[:59] + "…") if isinstance(value, str) else _kind(value)
+    return repr(value if len(value) <= 60 else value[:59] + "…") if isinstance(value, str) else kind_of(value)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from wingbeat.core.errors import RequestError, UnsupportedField
+from wingbeat.tracking.messages import kind_of, lone_surrogate
 
 
 def event(kind: str, data: Mapping[str, Any]) -> bytes:
@@ -33,13 +34,9 @@ def as_text(value: object, where: str, *, empty: bool = True) -> str:
         raise RequestError(f"`{where}` must be text, got {kind_of(value)}", param=where)
     if not value and not empty:
         raise RequestError(f"`{where}` must not be empty", param=where)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"`{where}` contains a lone surrogate at character {error.start}: send valid Unicode", param=where
-            ) from error
+    place = lone_surrogate(value)
+    if place is not None:
+        raise RequestError(f"`{where}` contains a lone surrogate at character {place}: send valid Unicode", param=where)
     return value
 
 
@@ -77,9 +74,3 @@ def unsupported(kind: object, where: str, *, known: Collection[str]) -> Unsuppor
 def shown(value: object) -> str:
     """A value in a message: short, and never the whole of something nested, which may be too deep to print."""
     return f"{value!r:.60}" if isinstance(value, str | int | float | bool | None) else kind_of(value)
-
-
-def kind_of(value: object) -> str:
-    """A JSON value's type in words."""
-    names: dict[type, str] = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "a boolean"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import orjson
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
 from wingbeat.server.calls import ToolChoice
-from wingbeat.server.dialects.blocks import as_text, shown
+from wingbeat.server.dialects.blocks import as_list, as_text, shown
 from wingbeat.server.suggestions import did_you_mean
 
 MAX_N = 64
@@ -147,6 +147,35 @@ def chat_tools(value: Any) -> list[JsonObject] | None:
             raise RequestError(f"`tools[{index}]` is another tool named {name!r}: names must be unique", param="tools")
         seen.add(name)
     return value
+
+
+def flat_tools(value: Any, convert: Callable[[Any, str], JsonObject]) -> list[JsonObject] | None:
+    """``tools`` of a flat shape as those of chat, ``convert`` taking one and its place; None without any."""
+    if value is None:
+        return None
+    return chat_tools([convert(item, f"tools[{i}]") for i, item in enumerate(as_list(value, "tools"))])
+
+
+def flat_function(
+    tool: Mapping[str, Any],
+    where: str,
+    *,
+    schema: str,
+    needs_schema: bool,
+    refused_unless: Mapping[str, Collection[Any]],
+) -> JsonObject:
+    """A tool that is a function itself, in the shape of chat; ``schema`` names the field of its parameters."""
+    for name, allowed in refused_unless.items():
+        if tool.get(name) not in allowed:
+            raise UnsupportedField(f"`{where}.{name}` is not supported; leave it out", param=f"{where}.{name}")
+    function: JsonObject = {"name": as_text(tool.get("name"), f"{where}.name", empty=False)}
+    if tool.get("description") is not None:
+        function["description"] = as_text(tool["description"], f"{where}.description")
+    if needs_schema or tool.get(schema) is not None:
+        function["parameters"] = check_schema(tool.get(schema), f"{where}.{schema}")
+    if tool.get("strict") is not None:
+        function["strict"] = flag(tool, "strict")
+    return {"type": "function", "function": function}
 
 
 def check_tool(tool: Any, where: str) -> str:

@@ -13,19 +13,10 @@ from wingbeat.core.errors import WingbeatError
 from wingbeat.core.types import FinishReason
 from wingbeat.server.calls import Choice, Prepared
 from wingbeat.server.dialects.openai import model_name
+from wingbeat.server.error_answers import ERROR_TYPES as OPENAI_ERROR_TYPES
 from wingbeat.tracking.messages import ToolCall
 
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ERROR_TYPES = {**OPENAI_ERROR_TYPES, 503: "overloaded_error"}
 THREAD_LOST = "thread_not_found"
 """With this code Anthropic's SDK sends the whole conversation by itself."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from wingbeat.core.errors import RequestError, UnsupportedField
 from wingbeat.server.calls import ChatPrompt, ModelCall, ToolChoice
 from wingbeat.server.dialects import fields
-from wingbeat.server.dialects.blocks import as_list, as_object, as_text, shown, unsupported
+from wingbeat.server.dialects.blocks import as_object, as_text, shown, unsupported
 from wingbeat.server.dialects.messages.conversation import conversation
 
 HONOURED = frozenset(
@@ -62,7 +62,7 @@ def _parse(body: Mapping[str, Any]) -> ModelCall:
     previous = _previous_message(body.get("thread"))
     if previous:
         _check_thread_owns(body)
-    tools = _tools(body.get("tools"))
+    tools = fields.flat_tools(body.get("tools"), _tool)
     choice, one_call = _tool_choice(body.get("tool_choice"))
     return ModelCall(
         policy=policy,
@@ -111,27 +111,13 @@ def _check_thread_owns(body: Mapping[str, Any]) -> None:
             )
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools in OpenAI's chat shape; None without any."""
-    if value is None:
-        return None
-    return fields.chat_tools([_tool(item, f"tools[{i}]") for i, item in enumerate(as_list(value, "tools"))])
-
-
 def _tool(value: Any, where: str) -> dict[str, Any]:
     tool = as_object(value, where)
     if tool.get("type") not in (None, "custom"):
         raise unsupported(tool["type"], where, known=("custom",))
-    for name, allowed in TOOL_REFUSED_UNLESS.items():
-        if tool.get(name) not in allowed:
-            raise UnsupportedField(f"`{where}.{name}` is not supported; leave it out", param=f"{where}.{name}")
-    function: dict[str, Any] = {"name": as_text(tool.get("name"), f"{where}.name", empty=False)}
-    if tool.get("description") is not None:
-        function["description"] = as_text(tool["description"], f"{where}.description")
-    function["parameters"] = fields.check_schema(tool.get("input_schema"), f"{where}.input_schema")
-    if tool.get("strict") is not None:
-        function["strict"] = fields.flag(tool, "strict")
-    return {"type": "function", "function": function}
+    return fields.flat_function(
+        tool, where, schema="input_schema", needs_schema=True, refused_unless=TOOL_REFUSED_UNLESS
+    )
 
 
 def _tool_choice(value: Any) -> tuple[ToolChoice, bool]:

@@ -91,7 +91,7 @@ def parse_responses_call(body: Any) -> ResponsesCall:
         raise UnsupportedField("`background` is not supported: wait for the answer, or stream it", param="background")
     _check_reasoning(body)
     included = _include(body.get("include"))
-    tools = _tools(body.get("tools"))
+    tools = fields.flat_tools(body.get("tools"), _tool)
     parallel = body.get("parallel_tool_calls") is None or fields.flag(body, "parallel_tool_calls")
     if fields.integer(body, "top_logprobs", low=0, high=20):
         raise UnsupportedField(
@@ -156,28 +156,13 @@ def _check_reasoning(body: Mapping[str, Any]) -> None:
         )
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools in OpenAI's chat shape; None without any."""
-    if value is None:
-        return None
-    return fields.chat_tools([_tool(item, f"tools[{i}]") for i, item in enumerate(as_list(value, "tools"))])
-
-
 def _tool(value: Any, where: str) -> dict[str, Any]:
     tool = as_object(value, where)
     if tool.get("type") != "function":
         raise unsupported(tool.get("type"), where, known=("function",))
-    for name, allowed in TOOL_REFUSED_UNLESS.items():
-        if tool.get(name) not in allowed:
-            raise UnsupportedField(f"`{where}.{name}` is not supported; leave it out", param=f"{where}.{name}")
-    function: dict[str, Any] = {"name": as_text(tool.get("name"), f"{where}.name", empty=False)}
-    if tool.get("description") is not None:
-        function["description"] = as_text(tool["description"], f"{where}.description")
-    if tool.get("parameters") is not None:
-        function["parameters"] = fields.check_schema(tool["parameters"], f"{where}.parameters")
-    if tool.get("strict") is not None:
-        function["strict"] = fields.flag(tool, "strict")
-    return {"type": "function", "function": function}
+    return fields.flat_function(
+        tool, where, schema="parameters", needs_schema=False, refused_unless=TOOL_REFUSED_UNLESS
+    )
 
 
 def _tool_choice(value: Any, tools: list[dict[str, Any]] | None) -> ToolChoice:
