@@ -236,6 +236,12 @@ def test_images_and_server_tools_are_unsupported_and_a_bad_schema_is_a_bad_schem
     assert caught.value.param == "tools[0].input_schema"
 
 
+def test_a_tool_needs_its_schema() -> None:
+    with pytest.raises(InvalidToolSchema) as caught:
+        parse(tools=[{"name": "add"}])
+    assert caught.value.param == "tools[0].input_schema"
+
+
 def test_fields_without_effect_and_empty_ones_pass() -> None:
     parse(**{name: {"a": 1} for name in NO_EFFECT})
     parse(**{name: values[-1] for name, values in REFUSED_UNLESS.items()})
