@@ -53,6 +53,19 @@ def test_a_running_row_lends_its_prefix(harness: Any) -> None:
         harness.assert_close(replies[name].logprobs, harness.reference(model, tokens, replies[name].token_ids))
 
 
+def test_nobody_waits_for_an_idle_row_that_is_passed_over_for_its_own(harness: Any) -> None:
+    """It shares just too little more to be worth a copy, and will never hold more than it does."""
+    engine = harness.engine(harness.make_model())
+    begin, middle = harness.prompt(40, seed=1), harness.prompt(16, seed=2)
+    for name, prompt in (("mine", begin), ("theirs", [*begin, *middle])):
+        engine.submit(harness.request(name, prompt, 1, cache_key=name))
+        harness.drain(engine)
+    engine.submit(harness.request("next", [*begin, *middle, 1, 2, 3], 2, cache_key="mine"))
+    for _ in range(10):
+        harness.record(engine.step())
+    assert len(harness.replies["next"].token_ids) == 2
+
+
 def test_a_short_fork_does_not_destroy_a_long_row_of_the_same_episode(harness: Any) -> None:
     engine = harness.engine(harness.make_model())
     system = harness.prompt(20, seed=1)

@@ -194,7 +194,8 @@ class _Best:
             return
         common = common_prefix(row.tokens, self._tokens, limit=limit)
         ready = min(common, row.computed)
-        self.pending = max(self.pending, common)
+        if common > ready:  # else there is nothing to wait for, whether the row is taken or not
+            self.pending = max(self.pending, common)
         if ready > self.length + self.handicap:
             self.row, self.length, self.handicap = row, ready, 0
 
