@@ -33,6 +33,7 @@ from bench.direct_endpoint import DirectEndpoint
 from bench.scripted_tokens import Vocabulary, make_chunk
 from bench.scripts import AnyScript, Reply, ScriptedCall, as_script, load_script
 from wingbeat.core.lifeline import end_with_supervisor
+from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
@@ -116,6 +117,8 @@ class ScriptedEngine:
         """The first ``keep_calls`` calls, oldest first."""
         self.direct_url = ""
         """The base URL of the endpoint that goes past control, if there is one."""
+        self.step_metrics: Callable[[TrainingBatch], dict[str, float]] = lambda batch: {}
+        """What the trainer that this stands in for reports of a step."""
         self._url = url.rstrip("/") + "/worker/v1"
         self._key = key
         self._worker_id = worker_id
@@ -239,7 +242,8 @@ class ScriptedEngine:
             case TrainStep(batch=batch):
                 self._steps[batch.policy] = batch.step
                 manifest = self._manifest(link.specs[batch.policy])
-                link.send(StepDone(batch.policy, batch.batch_id, batch.step, manifest, {}, {}, 0.0, 0.0))
+                metrics = self.step_metrics(batch)
+                link.send(StepDone(batch.policy, batch.batch_id, batch.step, manifest, metrics, {}, 0.0, 0.0))
             case SaveCheckpoint(policy=policy) | Export(policy=policy):
                 command = "save_checkpoint" if isinstance(message, SaveCheckpoint) else "export"
                 link.send(Failed(policy, command, "a scripted trainer has no weights"))

@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from bench.recorded import VOCABULARY, write_tokenizer
-from wingbeat.core.config.schema import PolicyConfig, TrainerConfig
+from wingbeat.core.config import PolicyConfig, TrainerConfig
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.single import PolicyTrainer
 

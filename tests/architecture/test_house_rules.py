@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 80
 
 BROAD_EXCEPT_ALLOWED = {
     "wingbeat/client/agents.py": "carries whatever an agent raised from its thread to the task that awaits it",
+    "wingbeat/dataflow/operators/chain.py": "leaves an operator of a user's that raised out, so that the run goes on",
     "wingbeat/server/control.py": "records the failure of any background task, so that the status can name it",
 }
 """Module -> why it must survive any error of what it supervises."""

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models ``solver`` and ``babbler`` (see make_models.py)."""
+    """A folder with the models ``solver``, ``babbler`` and ``checker`` (see make_models.py)."""
     folder = tmp_path_factory.mktemp("models")
     command = [sys.executable, str(HERE / "make_models.py"), str(folder)]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)

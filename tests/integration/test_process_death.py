@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -12,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from harness import Api, Begun, Server, alive, check_ledger, children_of, eventually, serving, train_config
+from harness import (
+    Api,
+    Begun,
+    Server,
+    alive,
+    check_ledger,
+    children_of,
+    environment,
+    eventually,
+    serving,
+    train_config,
+)
 
 from wingbeat.weights.host import run_weights_dir
 
@@ -50,6 +63,39 @@ async def sampling(api: Api) -> None:
         return (await api.get("/api/status"))["metrics"]["sampled_tokens"] > before + 50
 
     await eventually(more, what="tokens to arrive", every_s=0.01)
+
+
+TRAIN_ON = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from wingbeat.core.config import PolicyConfig
+from wingbeat.dataflow.ledger_reader import open_read_only
+from wingbeat.trainer.single import PolicyTrainer
+
+torch.set_num_threads(1)
+run_dir = Path(sys.argv[1])
+launch = json.loads((run_dir / "launch.json").read_text())
+config = launch["config"]
+trainer = PolicyTrainer(
+    Path(launch["models"]["solver"]),
+    config=PolicyConfig.model_validate(config["policies"]["solver"]),
+    total_steps=config["run"]["steps"],
+    seed=config["run"]["seed"],
+    device="cpu",
+    dtype=torch.float32,
+)
+with open_read_only(run_dir / "ledger.sqlite") as ledger:
+    for batch in ledger.batches_after("solver", 0):
+        trainer.train_step(batch)
+exported = load_file(run_dir / "export" / "solver" / "model.safetensors")
+published = trainer.published_tensors()
+shared = exported.keys() & published.keys()
+assert len(shared) == len(published), (exported.keys() ^ published.keys())
+differing = sum(not torch.equal(exported[name], published[name]) for name in shared)
+print(f"{trainer.step} steps, {differing} tensors differ")
+"""
 
 
 # --- a training run that loses its engine, its trainer and its control --------------------------------
@@ -107,7 +153,13 @@ async def kill_control(server: Server, survivor: Survivor) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def survivor(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Survivor]:
     folder = tmp_path_factory.mktemp("survivor")
-    config = train_config(folder, models, run__steps=STEPS, policies__solver__trainer__checkpoint_every=4)
+    config = train_config(
+        folder,
+        models,
+        run__steps=STEPS,
+        policies__solver__trainer__checkpoint_every=4,
+        policies__solver__trainer__threads=1,
+    )
     async with AsyncExitStack() as stack:
         server = stack.enter_context(serving(folder, config, command="train"))
         found = Survivor(server, exit_code=-1)
@@ -136,6 +188,14 @@ def test_the_trainer_caught_up_by_exact_replay(survivor: Survivor) -> None:
     first = survivor.server.events_named("replayed")[0]
     assert first["exact"] is True
     assert first["step"] >= 6
+
+
+def test_the_final_weights_are_those_of_a_run_that_nothing_interrupted(survivor: Survivor) -> None:
+    """Bit for bit: the logged batches, taken one after the other by a trainer that was never killed."""
+    command = [sys.executable, "-c", TRAIN_ON, str(survivor.server.run_dir)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["16", "steps,", "0", "tensors", "differ"], done.stdout
 
 
 def test_versions_continue_after_control_died(survivor: Survivor) -> None:

@@ -17,7 +17,7 @@ from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 def evaluate(
     server: ServerOption = DEFAULT_URL,
     key: KeyOption = None,
-    source: Annotated[str | None, typer.Option(help="The task source; unset: the only one.")] = None,
+    source: Annotated[str | None, typer.Option(help="The task source; unset: all.")] = None,
     policy: Annotated[str | None, typer.Option(help="The policy; unset: the only one.")] = None,
     version: Annotated[int | None, typer.Option(min=0, help="Its version; unset: the live one.")] = None,
     samples_per_task: Annotated[int, typer.Option(min=1, max=256, help="Episodes per task.")] = 1,
@@ -53,6 +53,10 @@ def result_table(reply: EvaluationReply) -> Table:
     table.add_row("standard error", _number(reply.stderr))
     table.add_row("episodes", f"{reply.num_finished} of {reply.num_expected}")
     table.add_row("tasks", str(len(means)))
+    if len(reply.sources) > 1:
+        for source, score in reply.sources.items():
+            error = "" if score.stderr is None else f" (standard error {score.stderr:.4f})"
+            table.add_row(f"mean reward of {source}", f"{_number(score.mean_reward)}{error}, {score.num_tasks} tasks")
     if means:
         table.add_row("worst, best task", f"{min(means):.3f}, {max(means):.3f}")
     return table

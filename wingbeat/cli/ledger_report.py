@@ -12,14 +12,22 @@ from wingbeat.cli.liveness import is_served
 from wingbeat.dataflow.ledger_reader import LedgerReader
 from wingbeat.dataflow.ledger_schema import AttemptState, BatchState
 from wingbeat.dataflow.ledger_views import LedgerSizes
+from wingbeat.dataflow.operators.chain import Counts
 
-BATCH_STATES = {BatchState.LOGGED: "logged, not trained yet", BatchState.TRAINED: "trained"}
+BATCH_STATES = {
+    BatchState.LOGGED: "logged, not trained yet",
+    BatchState.TRAINED: "trained",
+    BatchState.ABANDONED: "abandoned by a rollback",
+}
 
 
 def show_ledger(console: Console, ledger: LedgerReader, run_dir: Path) -> bool:
     """Print the report.  False where the ledger contradicts itself."""
     show_states(console, ledger, run_dir)
+    _show_tokens(console, ledger)
+    _show_operators(console, ledger)
     _show_batches(console, ledger)
+    _show_lineages(console, ledger)
     _show_checkpoints(console, ledger)
     _show_sizes(console, ledger.sizes())
     problems = ledger.verify()
@@ -44,6 +52,57 @@ def show_states(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
         state = f"{sample.state} ({sample.reason})" if sample.reason else str(sample.state)
         counts.add_row(f"samples of {sample.policy}", state, str(sample.num_attempts), str(sample.num_tokens))
     console.print(counts)
+
+
+def _show_tokens(console: Console, ledger: LedgerReader) -> None:
+    """By tenths of the episodes: whether training sees them in the proportion in which they were sampled."""
+    deciles = ledger.token_deciles()
+    table = Table(
+        *("policy", "tenth", "episodes", "longest", "sampled", "trained", "masked", "waiting", "discarded"),
+        *("share of sampled", "share of trained"),
+        title="tokens by length of the episode, shortest tenth first",
+    )
+    for row in deciles:
+        of_policy = [other for other in deciles if other.policy == row.policy]
+        reasons = ", ".join(f"{reason} {tokens}" for reason, tokens in sorted(row.discarded.items()))
+        table.add_row(
+            row.policy,
+            *map(str, (row.decile, row.num_episodes, row.longest, row.sampled, row.trained, row.masked, row.waiting)),
+            f"{sum(row.discarded.values())} ({reasons})" if reasons else "0",
+            shown_share(row.sampled, sum(other.sampled for other in of_policy)),
+            shown_share(row.trained, sum(other.trained for other in of_policy)),
+        )
+    if deciles:
+        console.print(table)
+
+
+def shown_share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _show_operators(console: Console, ledger: LedgerReader) -> None:
+    """What each did, as of the last group that closed."""
+    table = Table(
+        *("policy", "operator", "episodes dropped", "their tokens", "rewards shaped", "tasks refused", "replayed"),
+        title="operators",
+    )
+    for policy, state in sorted(ledger.load_operator_states().items()):
+        for label, own in state.get("operators", {}).items():
+            counts = Counts(*own["counts"])
+            done = (counts.dropped, counts.dropped_tokens, counts.shaped, counts.refused, counts.replayed)
+            table.add_row(policy, f"{label} (failed)" if own.get("error") else label, *map(str, done))
+    if table.row_count:
+        console.print(table)
+
+
+def _show_lineages(console: Console, ledger: LedgerReader) -> None:
+    """Where trainers did not come back to the last step."""
+    table = Table("policy", "lineage", "began at", "because", title="lineages")
+    for found in ledger.lineages():
+        base = f"step {found.base_step} of lineage {found.base_lineage}"
+        table.add_row(found.policy, str(found.lineage), base, found.reason)
+    if table.row_count:
+        console.print(table)
 
 
 def _show_batches(console: Console, ledger: LedgerReader) -> None:

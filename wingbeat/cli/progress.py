@@ -39,8 +39,7 @@ class RunProgress:
         self._moved = clock()
         """When the last step or evaluation ended."""
         self._said = ""
-        self.rewards: list[float] = []
-        """Mean reward of the episodes that finished during each step."""
+        self._rewards: dict[str, list[float]] = {}
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Self:
@@ -57,6 +56,11 @@ class RunProgress:
         self._total = total_steps
         self._note = "the server is up; waiting for the first step"
 
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of the episodes that finished during each step, of the policy that stepped first."""
+        return next(iter(self._rewards.values()), [])
+
     def note(self, text: str) -> None:
         self._note = text
 
@@ -71,6 +75,7 @@ class RunProgress:
             "trainer_lost": lambda r: self.note("the trainer went away; it is being restarted"),
             "replayed": lambda r: self.note(f"the trainer caught up by replay (exact: {r['exact']})"),
             "blockers": self._on_blockers,
+            "alarm": self._on_alarm,
             "complete": lambda r: self.note("complete"),
         }.get(record["event"])
         if handler is not None:
@@ -86,18 +91,29 @@ class RunProgress:
             self._said = first
             self._say(f"waiting: {first}")
 
+    def _on_alarm(self, record: dict[str, Any]) -> None:
+        text = f"alarm {record['alarm']} of {record['policy']} at step {record['step']}: {record['text']}"
+        self.note(text)
+        self._say(text)
+
     def _on_evaluation(self, record: dict[str, Any]) -> None:
         self._moved = self._clock()
         mean = record["mean"]
         shown = "no result" if mean is None else f"{mean:.3f}"
-        self.note(f"held-out reward {record['name']}: {shown}")
-        self._say(f"held-out reward at version {record['version']}: {shown}")
+        of = f" of {record['policy']}" if self._has_several else ""
+        self.note(f"held-out reward{of} {record['name']}: {shown}")
+        self._say(f"held-out reward{of} at version {record['version']}: {shown}")
+
+    @property
+    def _has_several(self) -> bool:
+        return len(self._rewards) > 1
 
     def _on_step(self, record: dict[str, Any]) -> None:
         now = self._moved = self._clock()
         self._step = record
+        rewards = self._rewards.setdefault(record["policy"], [])
         if "rollout/reward_mean" in record:
-            self.rewards.append(record["rollout/reward_mean"])
+            rewards.append(record["rollout/reward_mean"])
         self._tokens.append((now, record["perf/sampled_tokens"]))
         self._steps.append((now, record["step"]))
         for window in (self._tokens, self._steps):
@@ -113,15 +129,17 @@ class RunProgress:
 
     def _line(self) -> str:
         step = self._step
+        of = f"{step['policy']}: " if self._has_several else ""
         return (
-            f"step {step.get('step', 0)}/{self._total}  reward {self._smoothed():.3f}"
+            f"{of}step {step.get('step', 0)}/{self._total}  reward {self._smoothed(step['policy']):.3f}"
             f"  {_rate(self._tokens):.0f} tokens/s  staleness {step.get('staleness/max', 0):.0f}"
             f" (bound {step.get('staleness/bound', 0):.0f})  ETA {self._eta()}"
         )
 
-    def _smoothed(self) -> float:
-        value = self.rewards[0] if self.rewards else 0.0
-        for reward in self.rewards:
+    def _smoothed(self, policy: str) -> float:
+        rewards = self._rewards[policy]
+        value = rewards[0] if rewards else 0.0
+        for reward in rewards:
             value = SMOOTHING * value + (1 - SMOOTHING) * reward
         return value
 
@@ -136,7 +154,11 @@ class RunProgress:
         step = self._step
         for name, value in (
             ("step", f"{step.get('step', 0)} of {self._total}"),
-            ("reward", f"{self._smoothed():.3f}" if self.rewards else "-"),
+            *(
+                (f"reward of {policy}" if self._has_several else "reward", f"{self._smoothed(policy):.3f}")
+                for policy, rewards in self._rewards.items()
+                if rewards
+            ),
             ("tokens/s", f"{_rate(self._tokens):.0f}"),
             ("staleness", f"{step.get('staleness/max', 0):.0f} (bound {step.get('staleness/bound', 0):.0f})"),
             ("overlap", f"{step.get('perf/overlap_frac', 0):.0%} of training beside rollouts"),

@@ -24,6 +24,10 @@ def rollout(
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once in each process.")] = 16,
     processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
     split: Annotated[list[Split] | None, typer.Option(help="Run only these episodes (repeatable).")] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only tasks of this source (repeatable); unset: what the agent says."),
+    ] = None,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
     grace_s: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get when stopped.")] = 10.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
@@ -36,7 +40,8 @@ def rollout(
     level = logging.DEBUG if verbose else logging.INFO
     set_up_logging(level)
     end_with_supervisor(grace_s=grace_s + ABORT_S)
-    options = RunnerOptions(grace_s=grace_s, splits=tuple(split or Split), max_episodes=max_episodes)
+    sources = tuple(source) if source else None
+    options = RunnerOptions(grace_s=grace_s, splits=tuple(split or Split), sources=sources, max_episodes=max_episodes)
     plan = RolloutPlan(
         agent=agent,
         url=server,

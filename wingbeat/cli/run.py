@@ -14,7 +14,7 @@ from wingbeat.cli.arguments import read_config
 from wingbeat.cli.doctor import require_server
 from wingbeat.cli.program import program
 from wingbeat.core.config import Config, dump_toml
-from wingbeat.deploy.checks import check_exposure
+from wingbeat.deploy.checks import check_chains, check_exposure
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import Supervisor
@@ -40,6 +40,7 @@ def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_ru
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
     config, config_dir = read_config(arguments or [], resume)
     check_exposure(config)
+    check_chains(config, config_dir)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
@@ -64,6 +65,7 @@ def train(
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
     config, config_dir = read_config(arguments or [], resume)
     check_exposure(config)
+    check_chains(config, config_dir)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
@@ -89,7 +91,14 @@ def train(
 def result_data(result: TrainingResult) -> dict[str, Any]:
     """A training result as JSON data."""
     evaluations = [
-        {"name": done.spec.name, "version": done.spec.version, "mean": done.mean, "stderr": done.stderr}
+        {
+            "name": done.spec.name,
+            "policy": done.spec.policy,
+            "version": done.spec.version,
+            "mean": done.mean,
+            "stderr": done.stderr,
+            "sources": {source: score.mean for source, score in done.sources.items()},
+        }
         for done in result.evaluations
     ]
     return {
@@ -106,7 +115,8 @@ def _show(result: TrainingResult, config: Config) -> None:
     console = Console()
     if result.evaluations:
         console.print(_result_table(result))
-    lines = [f"run directory: {result.run_dir}", f"look inside:   wingbeat inspect {result.run_dir}"]
+    lines = [f"ended early: {ended}"] if (ended := result.summary.get("ended")) else []
+    lines += [f"run directory: {result.run_dir}", f"look inside:   wingbeat inspect {result.run_dir}"]
     if result.complete:
         trained = [name for name, policy in config.policies.items() if policy.trainable]
         lines += [f"trained model: {result.run_dir / 'export' / name}" for name in trained]
@@ -116,18 +126,25 @@ def _show(result: TrainingResult, config: Config) -> None:
 
 def _result_table(result: TrainingResult) -> Table:
     table = Table(title=f"held-out reward ({result.wall_s:.0f} s in all)")
+    several = len(result.policies) > 1
     for column in ("evaluation", "version", "reward", "standard error"):
         table.add_column(column, justify="left" if column == "evaluation" else "right")
     for done in result.evaluations:
         mean = "none" if done.mean is None else f"{done.mean:.3f}"
         stderr = "none" if done.stderr is None else f"{done.stderr:.3f}"
-        table.add_row(done.spec.name, str(done.spec.version), mean, stderr)
-    difference = result.difference
-    if difference is not None:
-        table.caption = (
-            f"difference {difference.mean:+.3f}, 95% interval {difference.low:+.3f} to {difference.high:+.3f}"
-            f" (paired over {difference.num_tasks} held-out tasks)"
-        )
+        name = f"{done.spec.name} of {done.spec.policy}" if several else done.spec.name
+        table.add_row(name, str(done.spec.version), mean, stderr)
+        for source, score in done.sources.items() if len(done.sources) > 1 else ():
+            shown = ["none" if value is None else f"{value:.3f}" for value in (score.mean, score.stderr)]
+            table.add_row(f"  {source}", "", *shown)
+    captions = [
+        (f"{policy}: " if several else "")
+        + f"difference {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+        f" (paired over {found.num_tasks} held-out tasks)"
+        for policy in result.policies
+        if (found := result.difference(policy)) is not None
+    ]
+    table.caption = "\n".join(captions) or None
     return table
 
 

@@ -7,10 +7,10 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 from wingbeat.client.episode import Episode
 from wingbeat.client.rewards import RewardLike
@@ -25,10 +25,16 @@ SyncAgentFunction = Callable[[SyncEpisode], RewardLike | None]
 class Agent:
     """A function of an episode that returns its reward, or None if it called ``episode.finish`` itself.
 
-    A synchronous function runs in a thread of its own and gets a :class:`SyncEpisode`.
+    A synchronous function runs in a thread of its own and gets a :class:`SyncEpisode`.  ``sources`` are the
+    task sources that it can solve (None: all): its runner asks for no others.
     """
 
-    def __init__(self, function: AsyncAgentFunction | SyncAgentFunction) -> None:
+    def __init__(
+        self, function: AsyncAgentFunction | SyncAgentFunction, *, sources: Sequence[str] | None = None
+    ) -> None:
+        if isinstance(sources, str) or (sources is not None and not sources):
+            raise RequestError(f"@agent expects a list of task sources, got {sources!r}", param="sources")
+        self.sources = None if sources is None else tuple(sources)
         if not callable(function):
             raise RequestError(f"@agent expects a function of an episode, got {function!r}")
         self._function: Callable[[Any], Any] = function
@@ -59,9 +65,20 @@ class Agent:
         return f"<agent {self.name}>"
 
 
-def agent(function: AsyncAgentFunction | SyncAgentFunction) -> Agent:
-    """Mark the function that solves an episode: ``@wingbeat.agent``."""
-    return Agent(function)
+@overload
+def agent(function: AsyncAgentFunction | SyncAgentFunction) -> Agent: ...
+@overload
+def agent(*, sources: Sequence[str]) -> Callable[[AsyncAgentFunction | SyncAgentFunction], Agent]: ...
+def agent(
+    function: AsyncAgentFunction | SyncAgentFunction | None = None, *, sources: Sequence[str] | None = None
+) -> Agent | Callable[[AsyncAgentFunction | SyncAgentFunction], Agent]:
+    """Mark the function that solves an episode: ``@wingbeat.agent``.
+
+    ``@wingbeat.agent(sources=["sums"])`` also says whose tasks it can solve.
+    """
+    if function is not None:
+        return Agent(function, sources=sources)
+    return functools.partial(Agent, sources=sources)
 
 
 async def _run_in_thread(function: Callable[[], Any], *, name: str) -> Any:

@@ -91,6 +91,8 @@ class RunnerOptions:
     grace_s: float = 10.0
     """How long running episodes may go on after a stop before they are aborted."""
     splits: Sequence[Split] = (Split.TRAIN, Split.EVAL)
+    sources: Sequence[str] | None = None
+    """Task sources to run; None: those that the agent declares, else all."""
     max_episodes: int | None = None
     """Ends after so many; None runs until told to stop."""
 
@@ -201,7 +203,9 @@ class Runner:
                     return
                 await self._next_change()
             asked_at = self._clock()
-            reply = await self._swarm.lease(want, splits=self._options.splits, patient=True)
+            options = self._options
+            sources = self._agent.sources if options.sources is None else options.sources
+            reply = await self._swarm.lease(want, splits=options.splits, sources=sources, patient=True)
             self._take(reply)
             if reply.stop:
                 logger.info("the run is complete%s", f": {reply.reason}" if reply.reason else "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
@@ -35,7 +35,10 @@ from wingbeat.core.protocol import (
     Lease,
     LeaseReply,
     LeaseRequest,
+    MixingReply,
+    MixingRequest,
     PolicyReply,
+    RemovedSourceReply,
     StatusReply,
     TaskModel,
     TaskSourceReply,
@@ -135,29 +138,57 @@ class AsyncSwarm:
         max_leases: int = 1,
         *,
         splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
+        sources: Sequence[str] | None = None,
         wait_s: float = 30.0,
         patient: bool = False,
     ) -> LeaseReply:
         """Ask the server what to run next; waits up to ``wait_s`` for work.
 
-        ``patient`` asks until there is an answer, however long the server is away.
+        ``sources`` are the task sources that this client can run (None: all).  ``patient`` asks until
+        there is an answer, however long the server is away.
         """
         body = checked(
-            LeaseRequest, max_leases=max_leases, splits=list(splits), wait_s=wait_s, client_id=self.client_id
+            LeaseRequest,
+            max_leases=max_leases,
+            splits=list(splits),
+            wait_s=wait_s,
+            client_id=self.client_id,
+            sources=None if sources is None else list(sources),
         )
         retry = RetryPolicy(budget_s=None) if patient else self._retry
         call = Call("POST", "/api/tasks/lease", body=body, timeout_s=self._long_timeout_s, retry=retry)
         return await self._transport.send(call, LeaseReply)
 
-    async def put_tasks(self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN) -> TaskSourceReply:
-        """Add (or replace) the tasks of a source that the server deals out to its clients."""
+    async def put_tasks(
+        self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN, ratio: float | None = None
+    ) -> TaskSourceReply:
+        """Add (or replace) the tasks of a source that the server deals out to its clients.
+
+        ``ratio`` is the share of a new training source where the server mixes by ratios; the others
+        shrink in proportion.
+        """
         models = [_task_model(task) for task in tasks]
         foreign = next((task.source for task in models if task.source != source), None)
         if foreign is not None:
             raise RequestError(f"expected tasks of source {source!r}, got one of {foreign!r}", param="tasks")
-        body = checked(TaskSourceRequest, split=split, tasks=models)
+        body = checked(TaskSourceRequest, split=split, tasks=models, ratio=ratio)
         call = Call("PUT", f"/api/tasks/{quote(source, safe='')}", body=body)
         return await self._transport.send(call, TaskSourceReply)
+
+    async def remove_tasks(self, source: str) -> RemovedSourceReply:
+        """Take a source out: no new groups of it begin, those that run go on to their end."""
+        # not repeated after a lost answer, since the second time there would be no such source
+        call = Call("DELETE", f"/api/tasks/{quote(source, safe='')}", repeatable=False)
+        return await self._transport.send(call, RemovedSourceReply)
+
+    async def mixing(self) -> MixingReply:
+        """How the task sources are mixed, and where each stands."""
+        return await self._transport.send(Call("GET", "/api/mixing"), MixingReply)
+
+    async def set_mixing(self, ratios: Mapping[str, float]) -> MixingReply:
+        """Mix the training sources by these shares from now on; ``{}`` mixes by their number of tasks."""
+        call = Call("PUT", "/api/mixing", body=checked(MixingRequest, ratios=dict(ratios)))
+        return await self._transport.send(call, MixingReply)
 
     async def status(self) -> StatusReply:
         """Where the run stands and what it waits for."""

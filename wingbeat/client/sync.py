@@ -28,7 +28,9 @@ from wingbeat.core.protocol import (
     EvaluationRequest,
     FinishReply,
     LeaseReply,
+    MixingReply,
     PolicyReply,
+    RemovedSourceReply,
     StatusReply,
     TaskSourceReply,
 )
@@ -234,15 +236,31 @@ class Swarm:
         max_leases: int = 1,
         *,
         splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
+        sources: Sequence[str] | None = None,
         wait_s: float = 30.0,
         patient: bool = False,
     ) -> LeaseReply:
         """As :meth:`AsyncSwarm.lease`."""
-        return self._port.call(self._swarm.lease(max_leases, splits=splits, wait_s=wait_s, patient=patient))
+        lease = self._swarm.lease(max_leases, splits=splits, sources=sources, wait_s=wait_s, patient=patient)
+        return self._port.call(lease)
 
-    def put_tasks(self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN) -> TaskSourceReply:
+    def put_tasks(
+        self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN, ratio: float | None = None
+    ) -> TaskSourceReply:
         """As :meth:`AsyncSwarm.put_tasks`."""
-        return self._port.call(self._swarm.put_tasks(source, tasks, split=split))
+        return self._port.call(self._swarm.put_tasks(source, tasks, split=split, ratio=ratio))
+
+    def remove_tasks(self, source: str) -> RemovedSourceReply:
+        """As :meth:`AsyncSwarm.remove_tasks`."""
+        return self._port.call(self._swarm.remove_tasks(source))
+
+    def mixing(self) -> MixingReply:
+        """As :meth:`AsyncSwarm.mixing`."""
+        return self._port.call(self._swarm.mixing())
+
+    def set_mixing(self, ratios: Mapping[str, float]) -> MixingReply:
+        """As :meth:`AsyncSwarm.set_mixing`."""
+        return self._port.call(self._swarm.set_mixing(ratios))
 
     def status(self) -> StatusReply:
         """As :meth:`AsyncSwarm.status`."""

@@ -7,29 +7,40 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
+
+from wingbeat.core.files import LineFile
 
 
 class EventLog:
     """Appends ``{"t": unix_seconds, "event": name, ...}`` lines and tells subscribers.
 
-    Lines are flushed as written; the log is a record for people and tools, never the truth (that is
-    the ledger), so a torn last line after a crash is skipped by :func:`read_events`.
+    Lines are handed to the system as written; the log is a record for people and tools, never the truth (that
+    is the ledger), so a torn last line after a crash is skipped by :func:`read_events`.  A full disk stops
+    nobody: events are lost until there is room, and ``events_lost`` then says how many.
     """
 
     def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._file: TextIO | None = path.open("a", encoding="utf-8") if path is not None else None
+        self._file = LineFile(path) if path is not None else None
         self._subscribers: list[Callable[[dict[str, Any]], None]] = []
 
     def emit(self, event: str, **fields: Any) -> None:
         """Record one event; ``fields`` must be JSON data."""
         record = {"t": round(self._clock(), 4), "event": event, **fields}
-        if self._file is not None:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            self._file.flush()
+        self._append(record)
         for subscriber in tuple(self._subscribers):
             subscriber(record)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        file = self._file
+        if file is None:
+            return
+        lost = file.num_lost
+        if lost:
+            told = file.append(_line({"t": record["t"], "event": "events_lost", "count": lost}))
+            file.num_lost = 0 if told else lost
+        file.append(_line(record))
 
     def subscribe(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call ``callback`` with every later event; returns the function that ends it."""
@@ -46,6 +57,10 @@ class EventLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"))
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

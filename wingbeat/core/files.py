@@ -1,20 +1,76 @@
-"""Writing files so that a crash leaves the old or the new one, never half of it."""
+"""Writing files so that a crash or a full disk leaves whole things: the old file or the new one, lines or none."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
 from pathlib import Path
 
+from wingbeat.core.errors import UnavailableError
+
 OWNER_ONLY = 0o600
 """For files that hold keys."""
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""A full disk, or a quota or size limit that is reached."""
+
+logger = logging.getLogger(__name__)
+
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``data``: written beside it, synced, renamed."""
+    """Replace ``path`` by ``data``: written beside it, synced, renamed.
+
+    Raises UnavailableError, with the old file in place, where the disk does not take it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except FileNotFoundError:
+        raise  # no such folder
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UnavailableError(f"cannot write {path}: {error}; it stays as it was") from error
+
+
+class LineFile:
+    """Appends lines to a file; one that the disk does not take is left out whole and counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_lost = 0
+        """Lines that the disk did not take, since the start or since whoever counts them set it back."""
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, line: str) -> bool:
+        """Hand a line (without its end) to the operating system; False where it did not take it.
+
+        Raises OSError for anything but a full disk.
+        """
+        data = line.encode() + b"\n"
+        size = os.fstat(self._file).st_size
+        try:
+            taken = os.write(self._file, data)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            taken = 0
+        if taken == len(data):
+            return True
+        if taken:
+            os.ftruncate(self._file, size)
+        if not self.num_lost:
+            logger.warning("the disk is full: lines for %s are lost until there is room", self._path)
+        self.num_lost += 1
+        return False
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

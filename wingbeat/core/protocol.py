@@ -60,12 +60,60 @@ class TaskSourceRequest(Wire):
 
     split: Split = Split.TRAIN
     tasks: list[TaskModel] = Field(min_length=1)
+    ratio: float | None = Field(default=None, gt=0, lt=1)
+    """The share of a source that joins a mix with ratios; the others shrink in proportion."""
 
 
 class TaskSourceReply(Wire):
     source: str
     split: Split
     num_tasks: int
+    ratio: float | None = None
+    """Its share of the training groups; None where sizes decide."""
+
+
+class RemovedSourceReply(Wire):
+    """``DELETE /api/tasks/{source}``."""
+
+    source: str
+    num_open_groups: int
+    """Groups of it that go on to their end."""
+    ratios: dict[str, float]
+    """Of what is left."""
+
+
+class MixingRequest(Wire):
+    """``PUT /api/mixing``: the shares of the training groups, from now on."""
+
+    ratios: dict[str, Number]
+    """Of every source with training tasks; they sum to 1.  Empty: by the number of tasks."""
+
+
+class SourceReply(Wire):
+    """One training source in ``GET /api/mixing``."""
+
+    ratio: float | None
+    """Its share of the groups that count; None where sizes decide."""
+    num_tasks: int
+    """0: ratios name it, and its tasks have not come."""
+    epoch: int
+    position: int
+    """Tasks dealt in this epoch."""
+    exhausted: bool
+    groups_dealt: int
+    groups_counted: int
+    share: float
+    """Of all groups that counted so far."""
+    ahead: float
+    """Groups ahead of its share; negative: behind."""
+
+
+class MixingReply(Wire):
+    """``GET /api/mixing``."""
+
+    ratios: dict[str, float]
+    """Empty where sizes decide."""
+    sources: dict[str, SourceReply]
 
 
 class LeaseRequest(Wire):
@@ -74,7 +122,9 @@ class LeaseRequest(Wire):
     max_leases: int = Field(default=1, ge=1, le=256)
     splits: list[Split] = [Split.TRAIN, Split.EVAL]
     wait_s: float = Field(default=30.0, ge=0, le=30)
-    client_id: str = ""
+    client_id: str = Field(default="", max_length=200)
+    sources: list[Identifier] | None = Field(default=None, min_length=1, max_length=1000)
+    """The task sources that this client can run; None: all."""
 
 
 class Lease(Wire):
@@ -147,7 +197,7 @@ class FinishReply(Wire):
     num_turns: int
     num_sampled_tokens: int
     warning: str = ""
-    """Why a training episode trains nothing although it counts as finished."""
+    """Why a training episode, or a reward of it, trains nothing although it counts as finished."""
 
 
 class AbortRequest(Wire):
@@ -187,7 +237,7 @@ class PolicyReply(Wire):
     version: int
     context_tokens: int
     trainer: str
-    """absent, ready, training or replaying."""
+    """absent, ready, training, replaying, rolling_back or frozen."""
     engines: int
     served_version: int | None
     served_checksum: str | None
@@ -201,6 +251,10 @@ class StatusReply(Wire):
     """starting, running, evaluating, complete or stopping."""
     blockers: list[str]
     """In plain words, most important first; empty when work flows."""
+    warnings: list[str] = []
+    """What people should look at although work flows: health alarms, quarantined operators."""
+    ended: str = ""
+    """Why a complete run ended before its last step, where that is no fault: its tasks are exhausted."""
     policies: list[PolicyReply]
     open_episodes: int
     groups_in_flight: int
@@ -222,6 +276,15 @@ class EvaluationRequest(Wire):
     name: str = "eval"
 
 
+class ScoreReply(Wire):
+    """One task source's part of an evaluation."""
+
+    mean_reward: float | None
+    stderr: float | None
+    num_tasks: int
+    """Tasks with a reward."""
+
+
 class EvaluationReply(Wire):
     evaluation_id: str
     policy: str
@@ -233,7 +296,8 @@ class EvaluationReply(Wire):
     mean_reward: float | None = None
     stderr: float | None = None
     rewards: dict[str, list[float]] = {}
-    """Per task id, in order of finishing."""
+    """Per task id (``source/id`` where several sources are scored), in order of finishing."""
+    sources: dict[str, ScoreReply] = {}
 
 
 class ErrorBody(Wire):

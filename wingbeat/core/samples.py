@@ -39,6 +39,8 @@ class TrainingSample(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     turn_ids: tuple[str, ...] = ()
     """The turns whose sampled tokens train here, in order."""
+    turn_starts: tuple[int, ...] = ()
+    """Where each of them begins: the position of its first sampled token, trained or not."""
     support_table: tuple[bytes, ...] = ()
     """Distinct :mod:`wingbeat.core.support` blobs."""
     support_index: bytes = b""
@@ -55,6 +57,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         versions: NDArray[np.int32],
         temperature: float = 1.0,
         turn_ids: tuple[str, ...] = (),
+        turn_starts: tuple[int, ...] = (),
         support_table: tuple[bytes, ...] = (),
         support_index: NDArray[np.int32] | None = None,
     ) -> TrainingSample:
@@ -72,6 +75,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
             versions=np.asarray(versions, INT_DTYPE).tobytes(),
             temperature=temperature,
             turn_ids=turn_ids,
+            turn_starts=turn_starts,
             support_table=support_table,
             support_index=b"" if support_index is None else np.asarray(support_index, INT_DTYPE).tobytes(),
         )
@@ -113,6 +117,18 @@ class TrainingSample(msgspec.Struct, frozen=True):
         return int(versions.min()) if versions.size else None
 
 
+class TurnCredit(msgspec.Struct, frozen=True, array_like=True):
+    """What one turn earned by itself, and where it stands in the tree of its agent's turns."""
+
+    turn_id: str
+    parent_id: str = ""
+    """The turn whose tokens this one extends; "" for a root."""
+    reward: float = 0.0
+    """Reported for this very turn; part of the agent's ``reward``, too."""
+    state: str = ""
+    """Digest of what the policy saw (its whole prompt): turns of equal state are comparable."""
+
+
 class EpisodeSamples(msgspec.Struct, frozen=True):
     """All samples of one (episode attempt, policy, agent) with the reward that credits them."""
 
@@ -123,9 +139,24 @@ class EpisodeSamples(msgspec.Struct, frozen=True):
     agent: str
     """Baselines are keyed by (group, policy, agent); "" where the caller named none."""
     reward: float
+    """As reported: of the agent as a whole, those of its turns included."""
     samples: tuple[TrainingSample, ...]
     truncated: bool = False
     """Some turn ended with finish_reason "length"."""
+    turns: tuple[TurnCredit, ...] = ()
+    """All of the agent's turns of this policy, in order of their commit."""
+    source: str = ""
+    """The source of the episode's task."""
+    task_id: str = ""
+    shaping: float = 0.0
+    """What operators added to the reward; measured apart, so that people see what was reported."""
+    masked: int = 0
+    """Sampled tokens that were taken out of training for their age."""
+
+    @property
+    def shaped_reward(self) -> float:
+        """What advantages are computed from."""
+        return self.reward + self.shaping
 
     @property
     def num_sampled(self) -> int:
@@ -147,3 +178,7 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     episodes: tuple[EpisodeSamples, ...]
     seed: int
     """Seeds everything random inside the step, so that replay is exact."""
+    lineage: int = 0
+    """The lineage in which the step is taken; a rollback begins the next one."""
+    replayed: tuple[tuple[str, int], ...] = ()
+    """(episode id, attempt) of the members that an earlier batch trained already, by the replay operator."""

@@ -16,7 +16,7 @@ if they are on the publisher's host.
       Tokens            ───────────────▶  (coalesced per decode step)
     trainer
       TrainerReady      ───────────────▶  (step it stands at, manifest it published)
-                        ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, ReleaseVersion
+                        ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, ReleaseVersion, BeginLineage
       StepDone          ───────────────▶  (metrics, new manifest)
       CheckpointSaved   ───────────────▶
     both                ◀───────────────  Shutdown
@@ -33,7 +33,7 @@ import msgspec
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Role = Literal["engine", "trainer"]
 
@@ -67,6 +67,8 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: tuple[TensorInfo, ...]
     base_model: str
     """The model folder whose architecture (and, for an adapter, whose weights) this applies to."""
+    lineage: int = 0
+    """Versions count on in every lineage; a receiver goes back where the lineage is a later one."""
     adapter: AdapterInfo | None = None
 
 
@@ -110,6 +112,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     supports: tuple[bytes, ...] = ()
     """One :mod:`wingbeat.core.support` blob per token, or () where every token was drawn from the whole vocabulary."""
+    lineage: int = 0
+    """Of ``version``: what an abandoned version sampled may arrive after the rollback."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -123,12 +127,18 @@ class WeightsServed(msgspec.Struct, frozen=True, tag="weights_served"):
     version: int
     checksum: str
     pinned: bool = False
+    lineage: int = 0
 
 
 class TrainerReady(msgspec.Struct, frozen=True, tag="trainer_ready"):
+    """Where the trainer stands: after it connected, and after each ``BeginLineage``."""
+
     policy: str
     step: int
     manifest: Manifest
+    """Names the lineage, too: a trainer takes over that of every batch it trains."""
+    base_lineage: int = 0
+    """Of a lineage that has taken no step yet: the one whose ``step`` it begins at."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
@@ -148,6 +158,7 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint_saved"):
     policy: str
     step: int
     path: str
+    lineage: int = 0
 
 
 class Exported(msgspec.Struct, frozen=True, tag="exported"):
@@ -239,6 +250,16 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save_checkpoint"):
     step: int
 
 
+class BeginLineage(msgspec.Struct, frozen=True, tag="begin_lineage"):
+    """Publish what you hold under a new lineage; answered by ``TrainerReady``.
+
+    A trainer whose last step failed goes back to its last checkpoint first: what it holds may be half a step.
+    """
+
+    policy: str
+    lineage: int
+
+
 class Export(msgspec.Struct, frozen=True, tag="export"):
     """Write a Hugging Face folder of the current weights to ``path``; for LoRA, the PEFT adapter beside it."""
 
@@ -251,6 +272,8 @@ class ReleaseVersion(msgspec.Struct, frozen=True, tag="release_version"):
 
     policy: str
     version: int
+    checksum: str = ""
+    """Of the file that is meant, where lineages share a number; "": all of them."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -267,6 +290,7 @@ ControlMessage = (
     | UnpinVersion
     | TrainStep
     | SaveCheckpoint
+    | BeginLineage
     | Export
     | ReleaseVersion
     | Shutdown

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.records import ClosedGroup, GroupSpec
@@ -31,6 +31,16 @@ class EvaluationSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceScore:
+    """The part of one task source in a result."""
+
+    mean: float | None
+    stderr: float | None
+    num_tasks: int
+    """Tasks with a reward."""
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """What is known so far."""
 
@@ -46,6 +56,8 @@ class EvaluationResult:
     """Of the mean over tasks; None with fewer than two scored tasks."""
     rewards: Mapping[str, tuple[float, ...]]
     """Per task, in order of finishing.  Keys are task ids; ``source/id`` where several sources are scored."""
+    sources: Mapping[str, SourceScore] = field(default_factory=dict[str, SourceScore])
+    """Per task source."""
 
     @property
     def num_missing(self) -> int:
@@ -65,7 +77,8 @@ class Evaluation:
         self._keys = [task.id if has_one_source else f"{task.source}/{task.id}" for task in tasks]
         if len(set(self._keys)) < len(self._keys):
             raise ValueError(f"evaluation {spec.id}: every task may come once, raise samples_per_task instead")
-        self._num_handed_out = 0
+        self._waiting = list(range(len(tasks)))
+        """Indices of tasks that were not handed out, in order."""
         self._pending: dict[str, str] = {}
         """Group id -> task key."""
         self._rewards: dict[str, list[float]] = {}
@@ -78,14 +91,19 @@ class Evaluation:
     @property
     def done(self) -> bool:
         """Whether every task's group was handed out and has closed."""
-        return self._num_handed_out == len(self._tasks) and not self._pending
+        return not self._waiting and not self._pending
 
-    def next_group(self) -> GroupSpec | None:
-        """The next task's group, to be opened in the book; None when all were handed out."""
-        index = self._num_handed_out
-        if index == len(self._tasks):
+    @property
+    def waiting_sources(self) -> frozenset[str]:
+        """Sources with tasks that were not handed out yet."""
+        return frozenset(self._tasks[index].source for index in self._waiting)
+
+    def next_group(self, sources: Collection[str] | None = None) -> GroupSpec | None:
+        """The next task's group, to be opened in the book; None when all (of these sources) were handed out."""
+        index = next((i for i in self._waiting if sources is None or self._tasks[i].source in sources), None)
+        if index is None:
             return None
-        self._num_handed_out += 1
+        self._waiting.remove(index)
         group_id = f"{self._spec.id}-{index}"
         self._pending[group_id] = self._keys[index]
         return GroupSpec(
@@ -118,18 +136,32 @@ class Evaluation:
         ``mean = 1/n sum_t m_t``, ``stderr = sd(m) / sqrt(n)`` with ``sd`` of ``n - 1``.  Tasks without any
         reward are left out here and stand in ``missing``.
         """
-        task_means = [statistics.fmean(rewards) for rewards in self._rewards.values()]
-        num_tasks = len(task_means)
+        task_means = {key: statistics.fmean(rewards) for key, rewards in self._rewards.items()}
+        by_source: dict[str, list[float]] = {task.source: [] for task in self._tasks}
+        for key, task in zip(self._keys, self._tasks, strict=True):
+            if key in task_means:
+                by_source[task.source].append(task_means[key])
+        total = _score(list(task_means.values()))
         return EvaluationResult(
             spec=self._spec,
             done=self.done,
             num_expected=len(self._tasks) * self._spec.samples_per_task,
             num_finished=sum(len(rewards) for rewards in self._rewards.values()),
             missing=dict(self._missing),
-            mean=statistics.fmean(task_means) if task_means else None,
-            stderr=statistics.stdev(task_means) / math.sqrt(num_tasks) if num_tasks > 1 else None,
+            mean=total.mean,
+            stderr=total.stderr,
             rewards={key: tuple(rewards) for key, rewards in self._rewards.items()},
+            sources={source: _score(means) for source, means in by_source.items()},
         )
+
+
+def _score(task_means: Sequence[float]) -> SourceScore:
+    count = len(task_means)
+    return SourceScore(
+        mean=statistics.fmean(task_means) if task_means else None,
+        stderr=statistics.stdev(task_means) / math.sqrt(count) if count > 1 else None,
+        num_tasks=count,
+    )
 
 
 @dataclass(frozen=True, slots=True)

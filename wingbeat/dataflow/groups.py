@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from wingbeat.core.errors import ConflictError, EpisodeClosed, NotFoundError
 from wingbeat.core.ports import Clock
 from wingbeat.core.types import Split
+from wingbeat.dataflow.aging import rebase_member
 from wingbeat.dataflow.operators import counts_in_group
 from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, GroupSpec, MissingMember
 
@@ -312,6 +313,16 @@ class GroupBook:
             del self._slots[slot.episode_id]
         return ClosedGroup(group.spec, finished=finished, given_up=given_up, cut_off=tuple(cut_off))
 
+    def rebase(self, policy: str, *, highest: int) -> None:
+        """A policy was rolled back: floors and finished members are not newer than ``highest``."""
+        for group in self._groups.values():
+            floor = group.spec.floor_version.get(policy)
+            if floor is not None and floor > highest:
+                group.spec = replace(group.spec, floor_version={**group.spec.floor_version, policy: highest})
+            for slot in group.slots:
+                if slot.record is not None:
+                    slot.record = _rebased(slot.record, policy, highest)
+
     def floors(self, policy: str) -> list[int]:
         """Floor versions of the open training groups of a policy, for the staleness gate."""
         return [
@@ -342,6 +353,11 @@ class GroupBook:
                 f"episode {episode_id} belongs to no open group: the group has closed, or the id is wrong"
             )
         return entry
+
+
+def _rebased(record: EpisodeRecord, policy: str, highest: int) -> EpisodeRecord:
+    samples = tuple(rebase_member(s, highest=highest) if s.policy == policy else s for s in record.samples)
+    return replace(record, samples=samples)
 
 
 def _missing(slot: _Slot, reason: str) -> MissingMember:

@@ -6,6 +6,7 @@ state that remains is one that a prefix of the calls had produced.
 
 Typical order: ``record_group`` -> ``record_begin`` -> ``record_finish`` (acknowledge to the client when it
 resolves) -> ``close_group`` -> ``log_batch`` (send the step to the trainer when it resolves) -> ``mark_trained``.
+Where a trainer cannot come back to the last step, ``begin_lineage`` gives up the steps that it lost.
 Between begin and finish, ``capture_turn`` keeps each turn beside the ledger until the attempt's end is on record.
 """
 
@@ -28,24 +29,29 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.dataflow.ledger_captures import Captures
+from wingbeat.dataflow.ledger_lineages import begin_lineage
 from wingbeat.dataflow.ledger_reader import LedgerReader, captures_folder, connect_read_only
 from wingbeat.dataflow.ledger_rows import (
     attempt_row,
     drop_samples,
     group_row,
+    insert_batch,
     insert_group,
+    insert_members,
     insert_samples,
     is_logged,
     is_repeated_finish,
-    move_sample,
+    save_operators,
     set_meta,
+    shape_samples,
     to_json,
     write_finish,
 )
-from wingbeat.dataflow.ledger_schema import AttemptState, SampleState, check_attempt, migrate
+from wingbeat.dataflow.ledger_schema import AttemptState, check_attempt, migrate
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.ledger_writer import CommitThread
-from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec
+from wingbeat.dataflow.ledger_writer import CommitThread, has_no_room
+from wingbeat.dataflow.lineages import Lineage
+from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec, Shaping
 
 COMPRESSION_LEVEL = 1
 """zstd: token ids and versions shrink at any level, logprobs at none."""
@@ -73,7 +79,7 @@ class Ledger(LedgerReader):
 
         Attempts that were running when the last server stopped become ``interrupted``.  Raises
         SetupError where another process writes this ledger, where it belongs to another run or seed,
-        or where it has a newer schema.
+        where it has a newer schema, or where the disk is full.
         """
         lock = _lock(path)
         writing: sqlite3.Connection | None = None
@@ -81,18 +87,35 @@ class Ledger(LedgerReader):
             writing = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             _configure(writing)
             migrate(writing)
+            writing.execute("PRAGMA foreign_keys = ON")
             _adopt(writing, run)
             ledger = cls(path, lock=lock, writing=writing, clock=clock)
-        except (SetupError, sqlite3.Error):
+        except (SetupError, sqlite3.Error) as error:
             if writing is not None:
                 writing.close()
             lock.close()
+            if has_no_room(error):
+                raise SetupError(f"the ledger {path} cannot be written: {error}; make room on its disk") from error
             raise
         ledger.sweep_captures()
         return ledger
 
+    @property
+    def blocked(self) -> str:
+        """Why nothing can be recorded now although nothing is lost, for people; "" while all is well."""
+        said = self._commits.blocked
+        if not said:
+            return ""
+        return (
+            f"the disk is full: the ledger cannot be written ({said}); training pauses and resumes when space"
+            " returns; nothing is lost"
+        )
+
     def close(self) -> None:
-        """Commit what is pending and let others open the ledger; a second call does nothing."""
+        """Commit what is pending and let others open the ledger; a second call does nothing.
+
+        What a full disk keeps from being committed is refused.
+        """
         self._commits.close()
         super().close()
         self._lock_file.close()
@@ -116,16 +139,35 @@ class Ledger(LedgerReader):
 
         return self._commits.submit(job)
 
-    def close_group(self, group_id: str, *, reason: str | None = None) -> Future[bool]:
-        """A group takes no more members; ``reason`` says why, where it was dropped.  False: it was closed before."""
-        now = self._clock()
+    def close_group(
+        self,
+        group_id: str,
+        *,
+        reason: str | None = None,
+        dropped: Mapping[str, Sequence[Dropped]] | None = None,
+        shaping: Sequence[Shaping] = (),
+        operators: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Future[bool]:
+        """A group takes no more members; ``reason`` says why, where it was dropped.  False: it was closed before.
+
+        What operators made of it is saved in the same transaction, so that after a crash no chain sees a group
+        twice: per policy the members that they ``dropped``, the ``shaping`` of the others, and the chains' states.
+        Of a group that was closed before, nothing is saved again.
+        """
+        now, drops, states = self._clock(), dict(dropped or {}), dict(operators or {})
 
         def job(db: sqlite3.Connection) -> bool:
             group_row(db, group_id)
             update = (
                 "UPDATE groups SET state = 'closed', reason = ?, closed_s = ? WHERE group_id = ? AND state = 'open'"
             )
-            return db.execute(update, (reason, now, group_id)).rowcount == 1
+            if not db.execute(update, (reason, now, group_id)).rowcount:
+                return False
+            shape_samples(db, shaping)
+            for policy, members in drops.items():
+                drop_samples(db, members, policy=policy)
+            save_operators(db, states)
+            return True
 
         return self._commits.submit(job)
 
@@ -228,8 +270,9 @@ class Ledger(LedgerReader):
     ) -> Future[bool]:
         """Log what a step will train, before it is taken.  False: this very batch is logged already.
 
-        Its members become *batched* and ``dropped`` ones *dropped*, in one transaction.  Fails with
-        ConflictError where a member is not *finished*, or the step is not the one after the policy's last.
+        Its members become *batched* and ``dropped`` ones *dropped*, in one transaction; ``batch.replayed`` ones
+        stay as they are.  Fails with ConflictError where another member is not *finished*, or the step is not the
+        one after the last of the policy's newest lineage.
         """
         packed, now, drops = _pack(batch), self._clock(), tuple(dropped)
         digest, groups = hashlib.sha256(packed).hexdigest(), to_json(list(group_ids))
@@ -237,17 +280,8 @@ class Ledger(LedgerReader):
         def job(db: sqlite3.Connection) -> bool:
             if is_logged(db, batch, digest=digest):
                 return False
-            db.execute(
-                """INSERT INTO batches (batch_id, policy, step, group_ids, seed, state, logged_s, digest, payload)
-                VALUES (?, ?, ?, ?, ?, 'logged', ?, ?, ?)""",
-                (batch.batch_id, batch.policy, batch.step, groups, batch.seed, now, digest, self._compress(packed)),
-            )
-            for episode_id, attempt in dict.fromkeys((e.episode_id, e.attempt) for e in batch.episodes):
-                move_sample(db, episode_id, attempt, policy=batch.policy, target=SampleState.BATCHED)
-                db.execute(
-                    "UPDATE samples SET batch_id = ? WHERE episode_id = ? AND attempt = ? AND policy = ?",
-                    (batch.batch_id, episode_id, attempt, batch.policy),
-                )
+            insert_batch(db, batch, group_ids=groups, digest=digest, payload=self._compress(packed), now=now)
+            insert_members(db, batch)
             drop_samples(db, drops, policy=batch.policy)
             return True
 
@@ -265,7 +299,8 @@ class Ledger(LedgerReader):
 
         def job(db: sqlite3.Connection) -> bool:
             row = db.execute(
-                "SELECT batch_id, state FROM batches WHERE policy = ? AND step = ?", (policy, step)
+                "SELECT batch_id, state FROM batches WHERE policy = ? AND step = ? AND state != 'abandoned'",
+                (policy, step),
             ).fetchone()
             if row is None:
                 raise NotFoundError(f"policy {policy!r} has no batch of step {step}; log_batch comes first")
@@ -281,18 +316,40 @@ class Ledger(LedgerReader):
         return self._commits.submit(job)
 
     def mark_dropped(self, policy: str, *, dropped: Iterable[Dropped]) -> Future[None]:
-        """Members will not train.  Fails with ConflictError, changing nothing, where one is trained or dropped."""
+        """Members will not train, and no batch comes that could carry them (:meth:`log_batch`).
+
+        Fails with ConflictError, changing nothing, where one is not *finished*.
+        """
         drops = tuple(dropped)
         return self._commits.submit(lambda db: drop_samples(db, drops, policy=policy))
 
-    def record_checkpoint(self, policy: str, *, step: int, path: str) -> Future[None]:
+    def begin_lineage(self, policy: str, *, base_lineage: int, base_step: int, reason: str) -> Future[Lineage]:
+        """The trainer continues from a step of some lineage: the steps that it does not hold are abandoned.
+
+        Their samples are *finished* again, ready for another batch, unless a batch that the trainer does hold has
+        them, too.  Floors of groups that abandoned versions set are lowered to the version that they count as.
+        """
+        now = self._clock()
+        return self._commits.submit(
+            lambda db: begin_lineage(db, policy, base_lineage=base_lineage, base_step=base_step, reason=reason, now=now)
+        )
+
+    def record_checkpoint(self, policy: str, *, step: int, path: str, lineage: int = 0) -> Future[None]:
         """A checkpoint is complete on disk; the same step again replaces its path."""
         now = self._clock()
 
         def job(db: sqlite3.Connection) -> None:
-            db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (policy, step, path, now))
+            db.execute(
+                "INSERT OR REPLACE INTO checkpoints (policy, step, path, recorded_s, lineage) VALUES (?, ?, ?, ?, ?)",
+                (policy, step, path, now, lineage),
+            )
 
         return self._commits.submit(job)
+
+    def save_dealer_state(self, state: Mapping[str, Any]) -> Future[None]:
+        """Replace the saved state of the task dealer (``record_group`` does it with each group)."""
+        text = to_json(state)
+        return self._commits.submit(lambda db: set_meta(db, "dealer", text))
 
     def record_evaluation(self, result: EvaluationResult) -> Future[None]:
         """Save how far an evaluation has come; the same id again replaces it."""
@@ -305,11 +362,6 @@ class Ledger(LedgerReader):
             )
 
         return self._commits.submit(job)
-
-    def save_dealer_state(self, state: Mapping[str, Any]) -> Future[None]:
-        """Replace the saved state of the task dealer (``record_group`` does it with each group)."""
-        text = to_json(state)
-        return self._commits.submit(lambda db: set_meta(db, "dealer", text))
 
 
 def _lock(path: Path) -> BinaryIO:
@@ -334,7 +386,6 @@ def _configure(db: sqlite3.Connection) -> None:
     if mode != "wal":
         raise SetupError(f"the ledger's file system does not support SQLite's WAL (got {mode!r}); use a local disk")
     db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA busy_timeout = 5000")
 
 

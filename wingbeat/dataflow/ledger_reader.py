@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import zstandard
 
 from wingbeat.core.errors import SetupError, UnknownEpisode
-from wingbeat.core.samples import EpisodeSamples, TrainingBatch
-from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.evaluation import EvaluationResult
-from wingbeat.dataflow.groups import RestoredSlot
 from wingbeat.dataflow.ledger_captures import Captures
+from wingbeat.dataflow.ledger_checks import contradictions
+from wingbeat.dataflow.ledger_decoding import (
+    GROUP_COLUMNS,
+    decode_batch,
+    group_spec,
+    ready_groups,
+    record_of,
+    restored_slots,
+    sample_statuses,
+)
+from wingbeat.dataflow.ledger_lineages import read_ancestry
+from wingbeat.dataflow.ledger_reports import TokenDecile, token_deciles
+from wingbeat.dataflow.ledger_rows import OPERATORS
 from wingbeat.dataflow.ledger_schema import (
     SCHEMA_VERSION,
     AttemptState,
@@ -31,24 +42,15 @@ from wingbeat.dataflow.ledger_views import (
     AttemptView,
     BatchCount,
     Checkpoint,
-    FinishReceipt,
     LedgerSizes,
     LedgerSummary,
     OpenGroup,
     RunMeta,
     SampleCount,
-    SampleStatus,
     UnfinishedAttempt,
 )
+from wingbeat.dataflow.lineages import Ancestry, Lineage
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec, ReadyGroup
-
-_samples_decoder: msgspec.msgpack.Decoder[tuple[EpisodeSamples, ...]] = msgspec.msgpack.Decoder(
-    tuple[EpisodeSamples, ...]
-)
-_batch_decoder: msgspec.msgpack.Decoder[TrainingBatch] = msgspec.msgpack.Decoder(TrainingBatch)
-
-_GROUP_COLUMNS = """g.group_id, t.source, t.id AS task_id, t.payload AS task_payload, g.split, g.size, g.policies,
-    g.floor_version, g.evaluation_id, g.episode_ids"""
 
 
 class LedgerReader:
@@ -82,23 +84,24 @@ class LedgerReader:
         rows = self._rows("SELECT value FROM meta WHERE key = 'dealer'")
         return msgspec.json.decode(rows[0]["value"], type=dict[str, Any]) if rows else None
 
-    def finish_of(self, episode_id: str, attempt: int) -> FinishReceipt | None:
-        """The acknowledged finish of an attempt; None where it did not finish."""
-        rows = self._rows(
-            """SELECT outcome, finish_digest, num_turns, num_sampled FROM episodes
-            WHERE episode_id = ? AND attempt = ? AND state = 'finished'""",
-            (episode_id, attempt),
-        )
-        if not rows:
-            return None
-        row = rows[0]
-        return FinishReceipt(Outcome(row["outcome"]), row["finish_digest"], row["num_turns"], row["num_sampled"])
+    def load_operator_states(self) -> dict[str, dict[str, Any]]:
+        """What was last saved of each policy's operator chain."""
+        rows = self._rows("SELECT key, value FROM meta WHERE key LIKE ? || '%'", (OPERATORS,))
+        return {
+            str(row["key"]).removeprefix(OPERATORS): msgspec.json.decode(row["value"], type=dict[str, Any])
+            for row in rows
+        }
+
+    def ancestry(self, policy: str) -> Ancestry:
+        """The lineages of a policy."""
+        with self._read_lock:
+            return read_ancestry(self._reading, policy)
 
     def episode(self, episode_id: str) -> tuple[AttemptView, ...]:
         """All attempts of an episode that began.  Raises UnknownEpisode where there is none."""
         with self._snapshot() as connection:
             rows = connection.execute(
-                f"""SELECT {_GROUP_COLUMNS}, e.* FROM episodes e JOIN groups g USING (group_id)
+                f"""SELECT {GROUP_COLUMNS}, e.* FROM episodes e JOIN groups g USING (group_id)
                 JOIN tasks t USING (task_key) WHERE e.episode_id = ? ORDER BY e.attempt""",
                 (episode_id,),
             ).fetchall()
@@ -106,14 +109,14 @@ class LedgerReader:
                 raise UnknownEpisode(f"no attempt of an episode {episode_id!r} is recorded")
             return tuple(
                 AttemptView(
-                    group=_group_spec(row),
+                    group=group_spec(row),
                     state=AttemptState(row["state"]),
                     episode_id=row["episode_id"],
                     attempt=row["attempt"],
                     label=row["label"],
                     created_s=row["created_s"],
-                    record=_record(row) if row["state"] == AttemptState.FINISHED else None,
-                    samples=_sample_statuses(connection, episode_id, row["attempt"]),
+                    record=record_of(row) if row["state"] == AttemptState.FINISHED else None,
+                    samples=sample_statuses(connection, episode_id, row["attempt"]),
                     outcome=None if row["outcome"] is None else Outcome(row["outcome"]),
                     message=row["message"],
                     ended_s=row["finished_s"],
@@ -168,7 +171,7 @@ class LedgerReader:
     def training_groups(self) -> Iterator[tuple[GroupSpec, tuple[EpisodeRecord, ...]]]:
         """Every training group with its episodes that count, oldest first; one group in memory at a time."""
         groups = self._rows(
-            f"""SELECT {_GROUP_COLUMNS} FROM groups g JOIN tasks t USING (task_key)
+            f"""SELECT {GROUP_COLUMNS} FROM groups g JOIN tasks t USING (task_key)
             WHERE g.split = 'train' ORDER BY g.group_key"""
         )
         for group in groups:
@@ -178,47 +181,40 @@ class LedgerReader:
                 (group["group_id"],),
             )
             if rows:
-                yield _group_spec(group), tuple(_record(row) for row in rows)
+                yield group_spec(group), tuple(record_of(row) for row in rows)
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """Groups that had not closed, oldest first, with their finished members and used-up attempts."""
         with self._snapshot() as connection:
             groups = connection.execute(
-                f"""SELECT {_GROUP_COLUMNS} FROM groups g JOIN tasks t USING (task_key)
+                f"""SELECT {GROUP_COLUMNS} FROM groups g JOIN tasks t USING (task_key)
                 WHERE g.state = 'open' ORDER BY g.group_key"""
             ).fetchall()
-            return tuple(OpenGroup(_group_spec(row), slots=_restored_slots(connection, row)) for row in groups)
+            return tuple(OpenGroup(group_spec(row), slots=restored_slots(connection, row)) for row in groups)
 
     def unconsumed(self, policy: str) -> tuple[ReadyGroup, ...]:
-        """Members of closed groups that are finished but neither batched nor dropped, to refill a buffer."""
-        rows = self._rows(
-            f"""SELECT {_GROUP_COLUMNS}, e.payload FROM samples s JOIN episodes e USING (episode_id, attempt)
-            JOIN groups g USING (group_id) JOIN tasks t USING (task_key)
-            WHERE s.policy = ? AND s.state = 'finished' AND g.state = 'closed'
-            ORDER BY g.group_key, e.episode_id""",
-            (policy,),
-        )
-        specs: dict[str, GroupSpec] = {}
-        members: dict[str, list[EpisodeSamples]] = {}
-        for row in rows:
-            spec = specs.setdefault(row["group_id"], _group_spec(row))
-            found = [s for s in decode_samples(row["payload"]) if s.policy == policy]
-            members.setdefault(spec.id, []).extend(found)
-        return tuple(
-            ReadyGroup(
-                spec.id,
-                policy,
-                floor_version=spec.floor_version[policy],
-                size=spec.size,
-                members=tuple(members[spec.id]),
+        """Members of closed groups that are finished but neither batched nor dropped, to refill a buffer.
+
+        As operators left them, with versions as they count now.
+        """
+        with self._snapshot() as connection:
+            rows = connection.execute(
+                f"""SELECT {GROUP_COLUMNS}, e.episode_id, e.attempt, e.metrics, e.payload, s.lineage, s.shaping
+                FROM samples s JOIN episodes e USING (episode_id, attempt)
+                JOIN groups g USING (group_id) JOIN tasks t USING (task_key)
+                WHERE s.policy = ? AND s.state = 'finished' AND g.state = 'closed'
+                ORDER BY g.group_key, e.episode_id""",
+                (policy,),
             )
-            for spec in specs.values()
-        )
+            return ready_groups(rows, policy, read_ancestry(connection, policy))
 
     def batches_after(self, policy: str, step: int) -> list[TrainingBatch]:
-        """Batches of later steps than ``step``, in order: what a trainer restored at ``step`` must replay."""
-        rows = self._rows("SELECT payload FROM batches WHERE policy = ? AND step > ? ORDER BY step", (policy, step))
-        return [_batch_decoder.decode(_decompress(row["payload"])) for row in rows]
+        """Surviving batches of later steps than ``step``, in order: what a trainer restored at it must replay."""
+        rows = self._rows(
+            "SELECT payload FROM batches WHERE policy = ? AND step > ? AND state != 'abandoned' ORDER BY step",
+            (policy, step),
+        )
+        return [decode_batch(row["payload"]) for row in rows]
 
     def batches(self) -> tuple[BatchCount, ...]:
         """Logged and trained batches in numbers, policy by policy."""
@@ -250,10 +246,15 @@ class LedgerReader:
     def checkpoints(self, policy: str | None = None) -> tuple[Checkpoint, ...]:
         """Recorded checkpoints (of one policy), newest first."""
         rows = self._rows(
-            "SELECT policy, step, path FROM checkpoints WHERE ? = '' OR policy = ? ORDER BY policy, step DESC",
+            "SELECT policy, step, path, lineage FROM checkpoints WHERE ? = '' OR policy = ? ORDER BY policy, step DESC",
             (policy or "", policy or ""),
         )
-        return tuple(Checkpoint(row["policy"], row["step"], row["path"]) for row in rows)
+        return tuple(Checkpoint(row["policy"], row["step"], row["path"], row["lineage"]) for row in rows)
+
+    def lineages(self) -> tuple[Lineage, ...]:
+        """Those that rollbacks began, policy by policy, oldest first."""
+        rows = self._rows("SELECT * FROM lineages ORDER BY policy, lineage")
+        return tuple(Lineage(**dict(row)) for row in rows)
 
     def evaluations(self) -> tuple[EvaluationResult, ...]:
         """Recorded evaluations, oldest first; ``done`` is False where one was interrupted."""
@@ -269,7 +270,9 @@ class LedgerReader:
                 """SELECT policy, state, reason, COUNT(*), SUM(num_tokens) FROM samples
                 GROUP BY policy, state, reason ORDER BY policy, state, reason"""
             )
-            steps = "SELECT policy, MAX(step) FROM batches WHERE state = 'trained' GROUP BY policy"
+            steps = """SELECT policy, MAX(step) FROM (SELECT policy, step FROM batches WHERE state = 'trained'
+                UNION ALL SELECT policy, base_step FROM lineages l WHERE lineage =
+                    (SELECT MAX(lineage) FROM lineages WHERE policy = l.policy)) GROUP BY policy"""
             return LedgerSummary(
                 num_tasks=_count(connection, "tasks"),
                 groups=_counts(connection, "SELECT state, COUNT(*) FROM groups GROUP BY state"),
@@ -279,17 +282,15 @@ class LedgerReader:
                 num_evaluations=_count(connection, "evaluations"),
             )
 
+    def token_deciles(self) -> tuple[TokenDecile, ...]:
+        """What became of the sampled tokens, by length of the episode."""
+        with self._snapshot() as connection:
+            return token_deciles(connection)
+
     def verify(self) -> list[str]:
         """Contradictions in the file, in words; empty for every ledger that only :class:`Ledger` wrote."""
         with self._snapshot() as connection:
-            problems = [str(row[0]) for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
-            broken_links = connection.execute("PRAGMA foreign_key_check").fetchall()
-            problems += [f"table {row[0]}: row {row[1]} refers to a missing {row[2]}" for row in broken_links]
-            for problem, query in _CONTRADICTIONS.items():
-                (count,) = connection.execute(query).fetchone()
-                if count:
-                    problems.append(f"{problem}: {count}")
-        return problems
+            return contradictions(connection)
 
     def _rows(self, query: str, parameters: tuple[str | int, ...] = ()) -> list[sqlite3.Row]:
         with self._read_lock:
@@ -304,22 +305,6 @@ class LedgerReader:
                 yield self._reading
             finally:
                 self._reading.execute("COMMIT")
-
-
-_CONTRADICTIONS: Mapping[str, str] = {
-    "samples in a batch of another state": """SELECT COUNT(*) FROM samples s LEFT JOIN batches b USING (batch_id)
-        WHERE (s.state = 'batched' AND b.state IS NOT 'logged')
-        OR (s.state = 'trained' AND b.state IS NOT 'trained')""",
-    "samples of attempts that did not finish": """SELECT COUNT(*) FROM samples s JOIN episodes e
-        USING (episode_id, attempt) WHERE e.state IS NOT 'finished'""",
-    "dropped samples without a reason": "SELECT COUNT(*) FROM samples WHERE state = 'dropped' AND reason IS NULL",
-    "finished attempts without payload": """SELECT COUNT(*) FROM episodes
-        WHERE state = 'finished' AND (payload IS NULL OR finish_digest IS NULL OR outcome IS NULL)""",
-    "samples of evaluation episodes": """SELECT COUNT(*) FROM samples JOIN episodes USING (episode_id, attempt)
-        JOIN groups USING (group_id) WHERE split IS NOT 'train'""",
-    "steps missing between batches": """SELECT COALESCE(SUM(missing), 0) FROM (
-        SELECT MAX(step) - MIN(step) + 1 - COUNT(*) AS missing FROM batches GROUP BY policy)""",
-}
 
 
 def open_read_only(path: Path) -> LedgerReader:
@@ -356,15 +341,6 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def decode_samples(payload: bytes) -> tuple[EpisodeSamples, ...]:
-    """Undo what the ledger did to an episode's samples."""
-    return _samples_decoder.decode(_decompress(payload))
-
-
-def _decompress(payload: bytes) -> bytes:
-    return zstandard.ZstdDecompressor().decompress(payload)
-
-
 def _count(connection: sqlite3.Connection, table: str) -> int:
     (count,) = connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()
     return int(count)
@@ -372,71 +348,3 @@ def _count(connection: sqlite3.Connection, table: str) -> int:
 
 def _counts(connection: sqlite3.Connection, query: str) -> dict[str, int]:
     return {str(key): int(count) for key, count in connection.execute(query)}
-
-
-def _group_spec(row: sqlite3.Row) -> GroupSpec:
-    return GroupSpec(
-        id=row["group_id"],
-        task=Task(row["source"], row["task_id"], msgspec.json.decode(row["task_payload"], type=dict[str, Any])),
-        split=Split(row["split"]),
-        size=row["size"],
-        policies=msgspec.json.decode(row["policies"], type=tuple[str, ...]),
-        floor_version=msgspec.json.decode(row["floor_version"], type=dict[str, int]),
-        evaluation_id=row["evaluation_id"],
-    )
-
-
-def _record(row: sqlite3.Row) -> EpisodeRecord:
-    return EpisodeRecord(
-        episode_id=row["episode_id"],
-        attempt=row["attempt"],
-        group_id=row["group_id"],
-        outcome=Outcome(row["outcome"]),
-        finish_digest=row["finish_digest"],
-        rewards=msgspec.json.decode(row["rewards"], type=dict[str, float]),
-        metrics=msgspec.json.decode(row["metrics"], type=dict[str, float]),
-        samples=decode_samples(row["payload"]),
-        graph=_decompress(row["graph"]) if row["graph"] is not None else b"",
-        label=row["label"],
-        message=row["message"],
-        num_turns=row["num_turns"],
-        created_s=row["created_s"],
-        finished_s=row["finished_s"],
-    )
-
-
-def _restored_slots(connection: sqlite3.Connection, group: sqlite3.Row) -> tuple[RestoredSlot, ...]:
-    slots = {
-        episode_id: RestoredSlot(episode_id)
-        for episode_id in msgspec.json.decode(group["episode_ids"], type=tuple[str, ...])
-    }
-    rows = connection.execute("SELECT * FROM episodes WHERE group_id = ? ORDER BY attempt", (group["group_id"],))
-    for row in rows:
-        before = slots[row["episode_id"]]
-        counted = row["state"] == AttemptState.FINISHED and row["outcome"] == Outcome.AGENT
-        failed = not counted and row["state"] in (AttemptState.FINISHED, AttemptState.LOST, AttemptState.ABORTED)
-        slots[row["episode_id"]] = RestoredSlot(
-            before.episode_id,
-            next_attempt=row["attempt"] + 1,
-            num_failures=before.num_failures + failed,
-            record=_record(row) if counted else before.record,
-        )
-    return tuple(slots.values())
-
-
-def _sample_statuses(connection: sqlite3.Connection, episode_id: str, attempt: int) -> tuple[SampleStatus, ...]:
-    rows = connection.execute(
-        """SELECT s.policy, s.state, s.reason, s.num_tokens, b.step, b.advantages FROM samples s
-        LEFT JOIN batches b USING (batch_id) WHERE s.episode_id = ? AND s.attempt = ? ORDER BY s.policy""",
-        (episode_id, attempt),
-    )
-    key = f"{episode_id}:{attempt}:"
-    statuses: list[SampleStatus] = []
-    for row in rows:
-        by_key = msgspec.json.decode(row["advantages"] or "{}", type=dict[str, float | None])
-        advantages = {name.removeprefix(key): value for name, value in by_key.items() if name.startswith(key)}
-        state = SampleState(row["state"])
-        statuses.append(
-            SampleStatus(row["policy"], state, row["reason"], row["num_tokens"], row["step"], advantages=advantages)
-        )
-    return tuple(statuses)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,10 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Split
 from wingbeat.dataflow.ledger_schema import AttemptState, SampleState, check_attempt, check_sample
 from wingbeat.dataflow.operators import counts_in_group
-from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec, Shaping
+
+OPERATORS = "operators/"
+"""Before a policy's name: the key of its chain's state."""
 
 _json_encoder = msgspec.json.Encoder(order="deterministic")
 
@@ -41,6 +44,12 @@ def insert_group(db: sqlite3.Connection, spec: GroupSpec, *, episode_ids: Sequen
             state, opened_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open', ?)""",
         (spec.id, task_key, spec.split, spec.size, *lists, now),
     )
+
+
+def save_operators(db: sqlite3.Connection, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the chains' states, policy by policy; those not named stay."""
+    for policy, state in states.items():
+        set_meta(db, f"{OPERATORS}{policy}", to_json(dict(state)))
 
 
 def group_row(db: sqlite3.Connection, group_id: str) -> tuple[Split, str]:
@@ -119,9 +128,39 @@ def insert_samples(db: sqlite3.Connection, record: EpisodeRecord) -> None:
     for samples in record.samples:
         tokens[samples.policy] += samples.num_sampled
     db.executemany(
-        """INSERT INTO samples (episode_id, attempt, policy, state, reason, num_tokens) VALUES (?, ?, ?, ?, ?, ?)""",
+        """INSERT INTO samples (episode_id, attempt, policy, state, reason, num_tokens, lineage)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, (SELECT COALESCE(MAX(lineage), 0) FROM lineages WHERE policy = ?3))""",
         [(record.episode_id, record.attempt, policy, state, reason, count) for policy, count in tokens.items()],
     )
+
+
+def shape_samples(db: sqlite3.Connection, shaping: Sequence[Shaping]) -> None:
+    """Store what operators added to rewards; what is given for one agent twice adds up."""
+    totals: dict[tuple[str, int, str], dict[str, float]] = {}
+    for entry in shaping:
+        agents = totals.setdefault((entry.episode_id, entry.attempt, entry.policy), {})
+        agents[entry.agent] = agents.get(entry.agent, 0.0) + entry.value
+    for key, agents in totals.items():
+        update = "UPDATE samples SET shaping = ? WHERE episode_id = ? AND attempt = ? AND policy = ?"
+        if not db.execute(update, (to_json(agents), *key)).rowcount:
+            raise NotFoundError(f"episode {key[0]} attempt {key[1]} has no finished samples of policy {key[2]!r}")
+
+
+def insert_members(db: sqlite3.Connection, batch: TrainingBatch) -> None:
+    """Its finished members become batched; replayed ones, which an earlier batch trained, stay as they are."""
+    replayed, masked = set(batch.replayed), Counter[tuple[str, int]]()
+    for episode in batch.episodes:
+        masked[episode.episode_id, episode.attempt] += episode.masked
+    for (episode_id, attempt), count in masked.items():
+        is_replayed = (episode_id, attempt) in replayed
+        db.execute("INSERT INTO members VALUES (?, ?, ?, ?)", (batch.batch_id, episode_id, attempt, is_replayed))
+        if is_replayed:
+            continue
+        move_sample(db, episode_id, attempt, policy=batch.policy, target=SampleState.BATCHED)
+        db.execute(
+            "UPDATE samples SET batch_id = ?, masked = ? WHERE episode_id = ? AND attempt = ? AND policy = ?",
+            (batch.batch_id, count, episode_id, attempt, batch.policy),
+        )
 
 
 def is_logged(db: sqlite3.Connection, batch: TrainingBatch, *, digest: str) -> bool:
@@ -131,10 +170,38 @@ def is_logged(db: sqlite3.Connection, batch: TrainingBatch, *, digest: str) -> b
         if row[0] == digest:
             return True
         raise IdempotencyConflict(f"batch {batch.batch_id} is logged with another content")
-    (last,) = db.execute("SELECT MAX(step) FROM batches WHERE policy = ?", (batch.policy,)).fetchone()
+    lineage, base_step = newest_lineage(db, batch.policy)
+    if batch.lineage != lineage:
+        raise ConflictError(
+            f"policy {batch.policy!r}: expected a batch of lineage {lineage}, got lineage {batch.lineage}; a rollback"
+            " abandoned it"
+        )
+    (last,) = db.execute(
+        "SELECT MAX(step) FROM batches WHERE policy = ? AND lineage = ?", (batch.policy, lineage)
+    ).fetchone()
+    if last is None and lineage:
+        last = base_step
     if last is not None and batch.step != last + 1:
         raise ConflictError(f"policy {batch.policy!r}: expected a batch of step {last + 1}, got step {batch.step}")
     return False
+
+
+def newest_lineage(db: sqlite3.Connection, policy: str) -> tuple[int, int]:
+    """Its number, and the step at which it began."""
+    row = db.execute(
+        "SELECT lineage, base_step FROM lineages WHERE policy = ? ORDER BY lineage DESC LIMIT 1", (policy,)
+    ).fetchone()
+    return (0, 0) if row is None else (int(row[0]), int(row[1]))
+
+
+def insert_batch(
+    db: sqlite3.Connection, batch: TrainingBatch, *, group_ids: str, digest: str, payload: bytes, now: float
+) -> None:
+    db.execute(
+        """INSERT INTO batches (batch_id, policy, lineage, step, group_ids, seed, state, logged_s, digest, payload)
+        VALUES (?, ?, ?, ?, ?, ?, 'logged', ?, ?, ?)""",
+        (batch.batch_id, batch.policy, batch.lineage, batch.step, group_ids, batch.seed, now, digest, payload),
+    )
 
 
 def move_sample(
@@ -157,6 +224,6 @@ def move_sample(
     )
 
 
-def drop_samples(db: sqlite3.Connection, dropped: tuple[Dropped, ...], *, policy: str) -> None:
+def drop_samples(db: sqlite3.Connection, dropped: Sequence[Dropped], *, policy: str) -> None:
     for episode_id, attempt, reason in dropped:
         move_sample(db, episode_id, attempt, policy=policy, target=SampleState.DROPPED, reason=reason)

@@ -7,7 +7,11 @@
                  ├──▶ aborted
                  └──▶ interrupted
     sample    finished ──▶ batched ──▶ trained      per (attempt, policy)
-                 └────────────┴─────▶ dropped(reason)
+                 │ ▲          │            │
+                 │ └──────────┴────────────┘        a rollback abandons their step
+                 └──▶ dropped(reason)
+    batch     logged ──▶ trained
+                 └──────────┴──▶ abandoned          by a rollback
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from enum import StrEnum
 
 from wingbeat.core.errors import ConflictError, EpisodeClosed, SetupError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class AttemptState(StrEnum):
@@ -46,6 +50,8 @@ class BatchState(StrEnum):
 
     LOGGED = "logged"
     TRAINED = "trained"
+    ABANDONED = "abandoned"
+    """Its step is on no surviving lineage."""
 
 
 ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
@@ -60,10 +66,20 @@ ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
 
 SAMPLE_TRANSITIONS: Mapping[SampleState, frozenset[SampleState]] = {
     SampleState.FINISHED: frozenset({SampleState.BATCHED, SampleState.DROPPED}),
-    SampleState.BATCHED: frozenset({SampleState.TRAINED, SampleState.DROPPED}),
+    SampleState.BATCHED: frozenset({SampleState.TRAINED}),
     SampleState.TRAINED: frozenset(),
     SampleState.DROPPED: frozenset(),
 }
+"""In the course of training."""
+
+ROLLBACK_TRANSITIONS: Mapping[SampleState, frozenset[SampleState]] = {
+    SampleState.FINISHED: frozenset({SampleState.TRAINED}),
+    SampleState.BATCHED: frozenset({SampleState.FINISHED, SampleState.TRAINED}),
+    SampleState.TRAINED: frozenset({SampleState.FINISHED}),
+    SampleState.DROPPED: frozenset({SampleState.TRAINED}),
+}
+"""Where a lineage begins: back to the buffer, or (a trainer that returned with steps that were abandoned before)
+into what its checkpoint holds."""
 
 
 def check_attempt(episode_id: str, attempt: int, *, current: AttemptState, target: AttemptState) -> None:
@@ -77,6 +93,14 @@ def check_sample(episode_id: str, attempt: int, *, current: SampleState, target:
     if target not in SAMPLE_TRANSITIONS[current]:
         raise ConflictError(
             f"samples of episode {episode_id} attempt {attempt} are {current}: they cannot become {target}"
+        )
+
+
+def check_rollback(episode_id: str, attempt: int, *, current: SampleState, target: SampleState) -> None:
+    """Raises ConflictError where a rollback may not take an attempt's samples from ``current`` to ``target``."""
+    if target not in ROLLBACK_TRANSITIONS[current]:
+        raise ConflictError(
+            f"samples of episode {episode_id} attempt {attempt} are {current}: no rollback makes them {target}"
         )
 
 
@@ -138,7 +162,24 @@ _TABLES = (
         trained_s REAL,
         digest TEXT NOT NULL,
         payload BLOB NOT NULL,
-        UNIQUE (policy, step))""",
+        lineage INTEGER NOT NULL DEFAULT 0,
+        UNIQUE (policy, lineage, step))""",
+    """CREATE TABLE members (
+        batch_id TEXT NOT NULL REFERENCES batches,
+        episode_id TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        replayed INTEGER NOT NULL,
+        PRIMARY KEY (batch_id, episode_id, attempt)) WITHOUT ROWID""",
+    """CREATE TABLE lineages (
+        policy TEXT NOT NULL,
+        lineage INTEGER NOT NULL,
+        base_lineage INTEGER NOT NULL,
+        base_step INTEGER NOT NULL,
+        reason TEXT NOT NULL,
+        began_s REAL NOT NULL,
+        PRIMARY KEY (policy, lineage)) WITHOUT ROWID""",
+    # lineage: of the policy when the attempt finished, to which the versions in its payload belong
+    # shaping: what operators added to the reward, per agent; masked: tokens too old to train when batched
     """CREATE TABLE samples (
         episode_id TEXT NOT NULL,
         attempt INTEGER NOT NULL,
@@ -147,6 +188,9 @@ _TABLES = (
         reason TEXT,
         batch_id TEXT REFERENCES batches,
         num_tokens INTEGER NOT NULL,
+        lineage INTEGER NOT NULL DEFAULT 0,
+        shaping TEXT,
+        masked INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (episode_id, attempt, policy),
         FOREIGN KEY (episode_id, attempt) REFERENCES episodes) WITHOUT ROWID""",
     "CREATE INDEX samples_waiting ON samples (policy) WHERE state = 'finished'",
@@ -163,12 +207,45 @@ _TABLES = (
         step INTEGER NOT NULL,
         path TEXT NOT NULL,
         recorded_s REAL NOT NULL,
+        lineage INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (policy, step)) WITHOUT ROWID""",
 )
 
 Migration = Callable[[sqlite3.Connection], None]
 
-MIGRATIONS: Mapping[int, Migration] = {}
+
+def _add_lineages(db: sqlite3.Connection) -> None:
+    """1 to 2: lineages; which attempts a batch holds; shaping and masked tokens of a sample.
+
+    SQLite cannot change a table's UNIQUE, so the batches move to a new table (foreign keys are off meanwhile).
+    """
+    tables = {statement.split()[2]: statement for statement in _TABLES if statement.startswith("CREATE TABLE")}
+    db.execute("ALTER TABLE batches RENAME TO batches_1")
+    db.execute(tables["batches"])
+    columns = (
+        "batch_id, policy, step, group_ids, seed, state, metrics, advantages, logged_s, trained_s, digest, payload"
+    )
+    db.execute(f"INSERT INTO batches ({columns}) SELECT {columns} FROM batches_1")
+    db.execute("ALTER TABLE samples RENAME TO samples_1")
+    db.execute(tables["samples"])
+    columns = "episode_id, attempt, policy, state, reason, batch_id, num_tokens"
+    db.execute(f"INSERT INTO samples ({columns}) SELECT {columns} FROM samples_1")
+    db.execute("UPDATE samples SET batch_id = NULL WHERE state IN ('finished', 'dropped')")
+    db.execute("DROP TABLE samples_1")  # with its indexes
+    db.execute("DROP TABLE batches_1")
+    for statement in _TABLES:
+        if " ON samples " in statement:
+            db.execute(statement)
+    db.execute(tables["members"])
+    db.execute(tables["lineages"])
+    db.execute(
+        """INSERT INTO members SELECT batch_id, episode_id, attempt, 0 FROM samples
+        WHERE state IN ('batched', 'trained')"""
+    )
+    db.execute("ALTER TABLE checkpoints ADD COLUMN lineage INTEGER NOT NULL DEFAULT 0")
+
+
+MIGRATIONS: Mapping[int, Migration] = {1: _add_lineages}
 """Schema version -> what lifts a ledger from it to the next one; each runs in the transaction of all."""
 
 
@@ -203,7 +280,10 @@ def migrate(
     latest: int = SCHEMA_VERSION,
     migrations: Mapping[int, Migration] = MIGRATIONS,
 ) -> None:
-    """Create the tables of an empty file, or lift an older ledger to ``latest``; all or nothing."""
+    """Create the tables of an empty file, or lift an older ledger to ``latest``; all or nothing.
+
+    Foreign keys must be off.
+    """
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = schema_version(connection)

@@ -22,16 +22,6 @@ class RunMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishReceipt:
-    """What an acknowledged finish said."""
-
-    outcome: Outcome
-    finish_digest: str
-    num_turns: int
-    num_sampled: int
-
-
-@dataclass(frozen=True, slots=True)
 class OpenGroup:
     """A group to re-open after a restart (``GroupBook.restore``)."""
 
@@ -86,6 +76,7 @@ class Checkpoint:
     policy: str
     step: int
     path: str
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,5 +130,5 @@ class LedgerSummary:
     """By state, finished ones by ``finished:outcome``."""
     samples: tuple[SampleCount, ...]
     trained_step: Mapping[str, int]
-    """Per policy, the last step that was trained."""
+    """Per policy, the last step that was trained and survives."""
     num_evaluations: int

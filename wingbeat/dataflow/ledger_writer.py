@@ -5,6 +5,9 @@ came while the last commit ran, runs each in a savepoint of one transaction (a r
 itself), commits once, and resolves their futures only then::
 
     submit ──▶ queue ──▶ BEGIN; job, job, job; COMMIT (sync) ──▶ futures resolve
+
+Where the disk is full nothing is refused and nothing is lost: the whole commit is undone and tried again, with
+its jobs unresolved, until there is room.
 """
 
 from __future__ import annotations
@@ -24,6 +27,17 @@ T = TypeVar("T")
 MAX_JOBS_PER_COMMIT = 512
 """Bounds how long the first job of a commit waits for the last."""
 
+RETRY_S = 1.0
+"""Between attempts to commit on a full disk."""
+
+NO_ROOM = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
+)
+"""What SQLite reports where a file cannot grow: a full disk, or a quota or size limit that is reached."""
+
+Wait = Callable[[threading.Event, float], object]
+"""Waits until the event is set, at most for so many seconds."""
+
 
 @dataclass(slots=True)
 class _Job:
@@ -42,9 +56,16 @@ class _Job:
 class CommitThread:
     """Runs jobs on a connection that nobody else may use, and closes it at the end."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        """``connection`` must be in autocommit mode and usable from another thread."""
+    def __init__(self, connection: sqlite3.Connection, *, wait: Wait = threading.Event.wait) -> None:
+        """``connection`` must be in autocommit mode and usable from another thread.
+
+        Jobs may run more than once: what they change outside of the connection must bear that.
+        """
+        self.blocked = ""
+        """What SQLite says while the disk takes no commit, else ""."""
         self._connection = connection
+        self._wait = wait
+        self._closing = threading.Event()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._stopped = False
@@ -52,11 +73,11 @@ class CommitThread:
         self._thread.start()
 
     def submit(self, run: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Queue a job; the future resolves when its effects are durable.
+        """Queue a job; the future resolves when its effects are durable, on a full disk not before there is room.
 
         Its exception is the job's own (WingbeatError, sqlite3.Error), that of the failed commit, or
-        UnavailableError where the thread died.  Cancelling the future has no effect on the job.
-        Raises UnavailableError after :meth:`close`.
+        UnavailableError where the thread died or was closed while the disk was full.  Cancelling the
+        future has no effect on the job.  Raises UnavailableError after :meth:`close`.
         """
         job = _Job(run)
         job.future.set_running_or_notify_cancel()
@@ -72,6 +93,7 @@ class CommitThread:
             if not self._stopped:
                 self._stopped = True
                 self._queue.put(None)
+                self._closing.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -96,6 +118,18 @@ class CommitThread:
         return batch, True
 
     def _commit(self, batch: list[_Job]) -> None:
+        while not self._try_commit(batch):
+            if self._closing.is_set():
+                return self._refuse(batch)
+            self._wait(self._closing, RETRY_S)
+        self.blocked = ""
+        for job in batch:
+            job.resolve()
+
+    def _try_commit(self, batch: list[_Job]) -> bool:
+        """False where there is no room: nothing has happened then."""
+        for job in batch:
+            job.result = job.error = None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for job in batch:
@@ -104,21 +138,31 @@ class CommitThread:
         except sqlite3.Error as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
+            if has_no_room(error):
+                self.blocked = str(error)
+                return False
             for job in batch:
                 job.error = job.error or error
-        for job in batch:
-            job.resolve()
+        return True
 
     def _run_job(self, job: _Job) -> None:
         self._connection.execute("SAVEPOINT job")
         try:
             job.result = job.run(self._connection)
         except (WingbeatError, sqlite3.Error) as error:
+            if has_no_room(error):
+                raise
             job.error = error
             if not self._connection.in_transaction:
-                raise  # SQLite rolled everything back by itself (disk full, I/O error): the whole commit failed
+                raise  # SQLite rolled everything back by itself (I/O error): the whole commit failed
             self._connection.execute("ROLLBACK TO job")
         self._connection.execute("RELEASE job")
+
+    def _refuse(self, batch: list[_Job]) -> None:
+        """The end came before there was room."""
+        for job in batch:
+            job.error = UnavailableError(f"not recorded: the ledger was closed on a full disk ({self.blocked})")
+            job.resolve()
 
     def _fail_pending(self, batch: list[_Job]) -> None:
         """Nobody may wait for ever for a dead thread."""
@@ -131,3 +175,8 @@ class CommitThread:
         for job in batch:
             if not job.future.done():
                 job.future.set_exception(UnavailableError("the ledger's writer died; see the log and restart"))
+
+
+def has_no_room(error: Exception) -> bool:
+    """Whether a write failed for want of room on the disk."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in NO_ROOM

@@ -43,6 +43,16 @@ class Dropped(NamedTuple):
     reason: str
 
 
+class Shaping(NamedTuple):
+    """What operators added to the reward of one agent in one attempt (``EpisodeSamples.shaping``)."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    agent: str
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """What a group is, fixed at admission."""
@@ -126,6 +136,11 @@ class ReadyGroup:
     size: int
     """Members asked for; there may be fewer."""
     members: tuple[EpisodeSamples, ...]
+    task: Task = field(default_factory=lambda: Task("", ""))
+    metrics: Mapping[tuple[str, int], Mapping[str, float]] = field(
+        default_factory=dict[tuple[str, int], Mapping[str, float]]
+    )
+    """Per (episode id, attempt): what its client reported besides the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +168,15 @@ class ClosedGroup:
         if not members:
             return None
         floor = self.spec.floor_version[policy]
-        return ReadyGroup(self.spec.id, policy, floor_version=floor, size=self.spec.size, members=members)
+        return ReadyGroup(
+            self.spec.id,
+            policy,
+            floor_version=floor,
+            size=self.spec.size,
+            members=members,
+            task=self.spec.task,
+            metrics={(r.episode_id, r.attempt): r.metrics for r in self.finished},
+        )
 
 
 def finish_digest(request: FinishRequest) -> str:

@@ -19,10 +19,11 @@ condition under which nothing must be lost.
 **Rules.**  (A) admit a group with floor ``f`` iff the system with it is feasible at ``v``.
 (B) take the ``G`` buffered groups with the lowest floors as the batch iff what remains is feasible at ``v + 1``.
 
-**Bound.**  The system is feasible at all times: the empty one is; A and B check it; a group that is
-lost or filtered out only lowers the index of others.  So a batch trained at ``v`` holds floors
-``f >= v - S``, every sampled version is at least its group's floor (floors are the lowest version
-served at admission, and engines never go back), and staleness is at most ``S``.
+**Bound.**  Where steps obey B (``straggler = "wait"`` without a time limit), the system is feasible at all
+times: the empty one is; A and B check it; a group that is lost or filtered out only lowers the index of
+others.  So a batch trained at ``v`` holds floors ``f >= v - S``, every sampled version is at least its group's
+floor (floors are the lowest version served at admission, and engines never go back), and staleness is at
+most ``S``.
 
 **No deadlock.**  Suppose every group in flight ends some day (finishes, or is lost and dropped), and
 engines receive published versions.  If at least ``G`` groups remain when all have ended, the batch is
@@ -35,6 +36,8 @@ itself by this argument.
 **Capacity.**  With floors equal to ``v``, A admits exactly ``(S + 1) * G`` groups.  While a step runs,
 ``v`` is already one higher than the served version, so ``S * G`` groups may be in the system besides
 the batch in training; with ``S = 0`` that is none, which is synchronous training.
+
+docs/staleness.md tells this at length, with what the other rules for stragglers do instead of B.
 """
 
 from __future__ import annotations
@@ -78,11 +81,23 @@ class StalenessGate:
                 a step is under way.
             floor: The lowest version that an engine serves now.
 
-        A system that is infeasible already (after a restart with a smaller ``max_staleness``) admits
-        by the same rule once the groups that are beyond saving are set aside.
+        A system that is infeasible already (steps did not wait for a straggler; a restart with a smaller
+        ``max_staleness``) admits by the same rule once the fewest groups that must be late are set aside:
+        waiting for what cannot be saved would only let the trainer starve.
         """
-        in_time = [f for f in floors if version <= f + self.max_staleness]
-        return self.is_feasible(version, [*in_time, floor])
+        return self.is_feasible(version, [*self.in_time(version, floors), floor])
+
+    def in_time(self, version: int, floors: Iterable[int]) -> list[int]:
+        """As many of ``floors`` as can all train in time, ascending; all of them where the system is feasible.
+
+        Oldest first, a group that cannot have a place in time leaves it to the next: for unit jobs no choice
+        keeps more (Moore 1968).
+        """
+        kept: list[int] = []
+        for floor in sorted(floors):
+            if version + len(kept) // self.groups_per_step <= floor + self.max_staleness:
+                kept.append(floor)
+        return kept
 
     def may_step(self, version: int, *, in_flight: Sequence[int], buffered: Sequence[int]) -> bool:
         """Rule B: whether the ``groups_per_step`` lowest of ``buffered`` may be trained at ``version``.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 
 from wingbeat.core.config import Config
-from wingbeat.core.errors import ConfigError, PortInUse
+from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -18,6 +19,22 @@ def check_exposure(config: Config) -> None:
             f"server.host = {config.server.host!r} is reachable from other machines: set server.admin_key"
             " (16 characters or more), or bind 127.0.0.1"
         )
+
+
+def check_chains(config: Config, config_dir: Path) -> None:
+    """Refuse unknown operators and options, and those that do not fit the run (docs/operators.md).
+
+    Raises ConfigError; DependencyMissing where only the client is installed.
+    """
+    if not config.dataflow.operators:
+        return
+    try:
+        from wingbeat.dataflow.operators import check_operators
+    except ModuleNotFoundError as error:
+        raise DependencyMissing(
+            f"operators are checked by the server's code, which needs {error.name!r}: pip install 'wingbeat[server]'"
+        ) from error
+    check_operators(config, config_dir)
 
 
 def check_port(host: str, port: int) -> None:

@@ -16,25 +16,28 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
-from wingbeat.core.config import Config, PolicyConfig, dump_toml
-from wingbeat.core.errors import ConfigError, SetupError
+from wingbeat.core.config import AgentConfig, Config, PolicyConfig, TrainerConfig, dump_toml
+from wingbeat.core.errors import ConfigError, SetupError, UnavailableError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
+from wingbeat.dataflow.operators import absolute_use
 from wingbeat.deploy.checks import check_exposure, check_port
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
-from wingbeat.deploy.tasks import load_tasks, put_tasks
+from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
 
 logger = logging.getLogger(__name__)
 
 BUILTIN = "builtin:"
+OTHER_MODELS = ("reference", "teacher")
+"""Keys of a trainer that name a model as `model` does."""
 START_S = 120.0
 OnNote = Callable[[str], None]
 """Takes what takes its time, in words."""
@@ -62,20 +65,37 @@ def absolute_paths(config: Config, config_dir: Path) -> Config:
     def absolute(path: str | None) -> str | None:
         return None if path is None else str((config_dir / path).absolute())
 
+    def model(source: str | None) -> str | None:
+        return absolute(source) if source is not None and (config_dir / source).exists() else source
+
+    def program(path: str | None) -> str | None:
+        return absolute(path) if path is not None and "/" in path else path
+
+    def agent(config: AgentConfig) -> AgentConfig:
+        return config.model_copy(update={"path": absolute(config.path), "python": program(config.python)})
+
+    def trainer(config: TrainerConfig) -> TrainerConfig:
+        return config.model_copy(update={key: model(getattr(config, key)) for key in OTHER_MODELS})
+
     policies = {
         name: policy.model_copy(
             update={
-                "model": absolute(policy.model) if (config_dir / policy.model).exists() else policy.model,
+                "model": model(policy.model),
                 "chat_template": absolute(policy.chat_template),
+                "trainer": trainer(policy.trainer),
             }
         )
         for name, policy in config.policies.items()
     }
+    sources = {n: s.model_copy(update={"file": absolute(s.file)}) for n, s in config.tasks.sources.items()}
+    operators = [o.model_copy(update={"use": absolute_use(o.use, config_dir)}) for o in config.dataflow.operators]
     return config.model_copy(
         update={
             "policies": policies,
-            "tasks": config.tasks.model_copy(update={"file": absolute(config.tasks.file)}),
-            "agent": config.agent.model_copy(update={"path": absolute(config.agent.path)}),
+            "dataflow": config.dataflow.model_copy(update={"operators": operators}),
+            "tasks": config.tasks.model_copy(update={"file": absolute(config.tasks.file), "sources": sources}),
+            "agent": agent(config.agent),
+            "agents": {name: agent(found) for name, found in config.agents.items()},
         }
     )
 
@@ -83,14 +103,24 @@ def absolute_paths(config: Config, config_dir: Path) -> Config:
 class Supervisor:
     """Starts and watches all processes of one server; an async context manager."""
 
-    def __init__(self, config: Config, *, run_dir: Path, config_dir: Path, on_note: OnNote = lambda text: None) -> None:
-        """``config_dir`` is what relative paths in the configuration are relative to."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        config_dir: Path,
+        sources: Sequence[str] = (),
+        on_note: OnNote = lambda text: None,
+    ) -> None:
+        """``config_dir`` is what relative paths in the configuration are relative to, ``sources`` what the caller
+        will bring."""
         check_exposure(config)
         self.config = config
         self.run_dir = run_dir
         self.url = ""
         self.children: dict[str, Child] = {}
         self._config_dir = config_dir
+        self._sources = list(sources)
         self._on_note = on_note
         self._is_new = not any(run_dir.iterdir())
         self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
@@ -161,6 +191,16 @@ class Supervisor:
             check_context(name, policy, models[name])
         return models
 
+    async def _resolved(self) -> dict[str, Any]:
+        """The configuration as JSON data, with the folders of the models that trainers load besides their policy's."""
+        data = self.config.model_dump(mode="json")
+        for name, policy in self.config.policies.items():
+            for key in OTHER_MODELS if policy.trainable else ():
+                source = getattr(policy.trainer, key)
+                if source is not None:
+                    data["policies"][name]["trainer"][key] = str(await self._prepare(source))
+        return data
+
     async def _prepare(self, source: str) -> Path:
         if source.startswith(BUILTIN):
             return await self._build(source.removeprefix(BUILTIN))
@@ -191,10 +231,11 @@ class Supervisor:
     # --- processes ----------------------------------------------------------------------------
 
     async def _start_control(self, models: dict[str, Path]) -> None:
-        launch = {
-            "config": self.config.model_dump(mode="json"),
+        launch: dict[str, Any] = {
+            "config": await self._resolved(),
             "models": {name: str(path) for name, path in models.items()},
             "run_dir": str(self.run_dir),
+            "sources": self._sources,
         }
         address = self.run_dir / "server.json"
         address.unlink(missing_ok=True)
@@ -250,7 +291,10 @@ class Supervisor:
         if child.state is ChildState.STOPPED and child.spec.name == "control":
             self._ended.set()
         pids = {name: c.pid for name, c in self.children.items() if c.pid is not None}
-        write_atomically(self.run_dir / "processes.json", json.dumps(pids).encode())
+        try:
+            write_atomically(self.run_dir / "processes.json", json.dumps(pids).encode())
+        except UnavailableError as error:  # a full disk; nobody needs this file to go on
+            logger.warning("%s", error)
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
@@ -310,7 +354,9 @@ async def _serve(
     tasks = load_tasks(config, config_dir)
     config = absolute_paths(config, config_dir)
     run_dir = resume or make_run_dir(config)
-    async with Supervisor(config, run_dir=run_dir, config_dir=config_dir, on_note=on_note) as supervisor:
+    sources = training_sources(tasks)
+    start = Supervisor(config, run_dir=run_dir, config_dir=config_dir, sources=sources, on_note=on_note)
+    async with start as supervisor:
         async with AsyncSwarm(supervisor.url, config.server.admin_key) as swarm:
             await put_tasks(swarm, tasks)
         on_ready(supervisor)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config
+from wingbeat.core.errors import ConfigError, RequestError
 from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.task_sources import check_source
 from wingbeat.environments.registry import make_environment
 from wingbeat.environments.tasks_file import load_tasks_file
 
@@ -15,24 +20,50 @@ Tasks = dict[tuple[str, Split], list[Task]]
 
 
 def load_tasks(config: Config, config_dir: Path) -> Tasks:
-    """The tasks of the configured environment or file, by source and split; {} where clients bring their own."""
+    """The tasks of the configured sources, by source and split; {} where clients bring their own.
+
+    Raises ConfigError also for a source that the ratios leave out, and for ids that are not unique.
+    """
     tasks = config.tasks
-    if tasks.environment is not None:
-        environment = make_environment(tasks.environment, tasks.options)
-        found = {split: list(environment.tasks(split)) for split in Split}
-    elif tasks.file is not None:
-        file = load_tasks_file(config_dir / tasks.file)
-        found = {Split.TRAIN: list(file.train), Split.EVAL: list(file.eval)}
-    else:
-        return {}
     result: Tasks = {}
-    for split, members in found.items():
-        for task in members:
-            result.setdefault((task.source, split), []).append(task)
+    for name, source in tasks.sources.items():
+        for split, members in _read(source.environment, source.options, file=source.file, folder=config_dir).items():
+            if members:
+                result[(name, split)] = [replace(task, source=name) for task in members]
+    if tasks.environment is not None or tasks.file is not None:
+        for split, members in _read(tasks.environment, tasks.options, file=tasks.file, folder=config_dir).items():
+            for task in members:
+                result.setdefault((task.source, split), []).append(task)
+    for (source, split), members in result.items():
+        if split is Split.TRAIN and tasks.ratios and source not in tasks.ratios:
+            raise ConfigError(f"tasks.ratios leave out the source {source!r}: give it a share, or take its tasks out")
+        try:
+            check_source(source, tuple(members))
+        except RequestError as error:
+            raise ConfigError(error.message) from error
     return result
 
 
+def _read(
+    environment: str | None, options: Mapping[str, Any], *, file: str | None, folder: Path
+) -> dict[Split, list[Task]]:
+    if environment is not None:
+        made = make_environment(environment, options)
+        return {split: list(made.tasks(split)) for split in Split}
+    assert file is not None, "the configuration has one of the two"
+    found = load_tasks_file(folder / file)
+    return {Split.TRAIN: list(found.train), Split.EVAL: list(found.eval)}
+
+
+def training_sources(tasks: Tasks) -> list[str]:
+    """The sources that a server should wait for before it deals anything out."""
+    return sorted({source for source, split in tasks if split is Split.TRAIN})
+
+
 async def put_tasks(swarm: AsyncSwarm, tasks: Tasks) -> None:
-    """Give the server its sources; putting the same ones again changes nothing."""
-    for (source, split), members in tasks.items():
+    """Give the server its sources; putting the same ones again changes nothing.
+
+    Eval tasks first: with the training tasks of the last source, everything may begin.
+    """
+    for (source, split), members in sorted(tasks.items(), key=lambda item: item[0][1] is Split.TRAIN):
         await swarm.put_tasks(source, members, split=split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,7 +22,7 @@ from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.deploy.checks import check_exposure
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 from wingbeat.deploy.local import OnNote, Supervisor, absolute_paths, make_run_dir, stop_event
-from wingbeat.deploy.tasks import load_tasks, put_tasks
+from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -41,31 +42,44 @@ class TrainingResult:
     wall_s: float
 
     @property
-    def difference(self) -> PairedDifference | None:
-        """Held-out reward after training minus before, task by task."""
-        before, after = self.evaluation("before"), self.evaluation("after")
+    def policies(self) -> tuple[str, ...]:
+        """The policies that were evaluated."""
+        return tuple(dict.fromkeys(done.spec.policy for done in self.evaluations))
+
+    def difference(self, policy: str) -> PairedDifference | None:
+        """A policy's held-out reward after training minus before, task by task."""
+        before, after = self.evaluation("before", policy=policy), self.evaluation("after", policy=policy)
         return None if before is None or after is None else paired_difference(before, after)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON data: the summary, and the mean reward of every held-out task before and after."""
+        """JSON data: the summary, and the mean reward before and after, by task source and of every held-out task.
+
+        Where several policies were evaluated, ``policies`` has the rewards of each.
+        """
         data: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "complete": self.complete,
             "wall_s": round(self.wall_s, 2),
             **self.summary,
         }
+        rewards = {policy: self._rewards(policy) for policy in self.policies}
+        return data | ({"policies": rewards} if len(rewards) > 1 else next(iter(rewards.values()), {}))
+
+    def _rewards(self, policy: str) -> dict[str, Any]:
+        data: dict[str, Any] = {}
         for name in ("before", "after"):
-            done = self.evaluation(name)
+            done = self.evaluation(name, policy=policy)
             if done is not None:
                 data[f"{name}_mean"] = done.mean
+                data[f"{name}_by_source"] = {source: score.mean for source, score in done.sources.items()}
                 data[name] = {task: sum(rewards) / len(rewards) for task, rewards in done.rewards.items()}
-        if self.difference is not None:
-            data["difference"] = asdict(self.difference)
-        return data
+        difference = self.difference(policy)
+        return data if difference is None else {**data, "difference": asdict(difference)}
 
-    def evaluation(self, name: str) -> EvaluationResult | None:
-        """The last evaluation of a name (``before``, ``during``, ``after``)."""
-        return next((e for e in reversed(self.evaluations) if e.spec.name == name), None)
+    def evaluation(self, name: str, *, policy: str | None = None) -> EvaluationResult | None:
+        """The last evaluation of a name (``before``, ``during``, ``after``), of one policy or of any."""
+        found = (e for e in reversed(self.evaluations) if e.spec.name == name and policy in (None, e.spec.policy))
+        return next(found, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +103,23 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     started = time.monotonic()
     plan = replace(plan, config=absolute_paths(plan.config, plan.config_dir))
     tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
-    agent = agent_path(plan.config, plan.config_dir)
+    check_agents(plan.config, plan.config_dir)
     check_exposure(plan.config)
     stop = stop_event()
     run_dir = plan.resume or make_run_dir(plan.config)
     summary: dict[str, Any] = {}
-    start = Supervisor(plan.config, run_dir=run_dir, config_dir=plan.config_dir, on_note=plan.on_note)
+    start = Supervisor(
+        plan.config,
+        run_dir=run_dir,
+        config_dir=plan.config_dir,
+        sources=training_sources(tasks),
+        on_note=plan.on_note,
+    )
     async with start as supervisor:
         plan.on_ready(supervisor)
         async with AsyncSwarm(supervisor.url, plan.config.server.admin_key) as swarm:
             await put_tasks(swarm, tasks)
-            async with agents(plan.config, agent, url=supervisor.url, run_dir=run_dir) as clients:
+            async with agents(plan.config, url=supervisor.url, run_dir=run_dir) as clients:
                 summary = await _follow(plan, swarm, supervisor, clients, stop)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
         evaluations = tuple(e for e in ledger.evaluations() if e.done)
@@ -140,6 +160,8 @@ async def _follow(
 async def _check_trained(swarm: AsyncSwarm) -> None:
     """Raises SetupError where a run is complete because training stopped before its last step."""
     status = await swarm.status()
+    if status.ended:
+        return
     for policy in status.policies:
         if policy.trainer != "frozen" and policy.version < (status.total_steps or 0):
             raise SetupError(
@@ -184,22 +206,23 @@ async def _agents_failed(clients: Sequence[Child]) -> SetupError:
 # --- agents ------------------------------------------------------------------------------
 
 
-def agent_path(config: Config, config_dir: Path) -> Path | None:
-    """The configured agent file.  Raises ConfigError where it does not exist."""
-    if config.agent.path is None:
-        return None
-    name, _, function = config.agent.path.partition(".py:")
-    path = config_dir / (f"{name}.py" if function else config.agent.path)
-    if not path.is_file():
-        raise ConfigError(f"agent.path: no file {path}")
-    return config_dir / config.agent.path
+def check_agents(config: Config, config_dir: Path) -> None:
+    """Raises ConfigError where the file or the interpreter of a configured agent does not exist."""
+    for name, agent in config.running_agents.items():
+        key = "agent" if name == "agent" and not config.agents else f"agents.{name}"
+        assert agent.path is not None, "validated"
+        module, _, function = agent.path.partition(".py:")
+        path = config_dir / (f"{module}.py" if function else agent.path)
+        if not path.is_file():
+            raise ConfigError(f"{key}.path: no file {path}")
+        if agent.python is not None and shutil.which(agent.python) is None:
+            raise ConfigError(f"{key}.python: no program {agent.python}; make the environment first")
 
 
 @contextlib.asynccontextmanager
-async def agents(config: Config, agent: Path | None, *, url: str, run_dir: Path) -> AsyncIterator[list[Child]]:
-    """The agent's client processes, each ``wingbeat rollout`` as anyone would run it."""
-    num_processes = config.agent.processes if agent is not None else 0
-    children = [_agent_process(config, str(agent), index, url=url, run_dir=run_dir) for index in range(num_processes)]
+async def agents(config: Config, *, url: str, run_dir: Path) -> AsyncIterator[list[Child]]:
+    """The agents' client processes, kept running."""
+    children = [Child(spec, on_change=lambda child: None) for spec in agent_specs(config, url=url, run_dir=run_dir)]
     lives = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
     try:
         yield children
@@ -208,15 +231,17 @@ async def agents(config: Config, agent: Path | None, *, url: str, run_dir: Path)
         await asyncio.gather(*lives)
 
 
-def _agent_process(config: Config, agent: str, index: int, *, url: str, run_dir: Path) -> Child:
-    command = [sys.executable, "-m", "wingbeat.cli", "rollout", agent, "--server", url]
+def agent_specs(config: Config, *, url: str, run_dir: Path) -> list[ChildSpec]:
+    """Each process of each configured agent: ``wingbeat rollout``, as anyone would run it."""
     environment = {"OMP_NUM_THREADS": "1"}
     if config.server.admin_key is not None:
         environment["WINGBEAT_KEY"] = config.server.admin_key
-    spec = ChildSpec(
-        f"agent-{index}",
-        [*command, "--concurrency", str(config.agent.concurrency), "--grace-s", "3"],
-        environment,
-        run_dir / "logs" / f"agent-{index}.log",
-    )
-    return Child(spec, on_change=lambda child: None)
+    specs: list[ChildSpec] = []
+    for name, agent in config.running_agents.items():
+        command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", str(agent.path), "--server", url]
+        command += [part for source in agent.sources or () for part in ("--source", source)]
+        command += ["--concurrency", str(agent.concurrency), "--grace-s", "3"]
+        for index in range(agent.processes):
+            process = f"agent-{name}-{index}" if config.agents else f"agent-{index}"
+            specs.append(ChildSpec(process, command, environment, run_dir / "logs" / f"{process}.log"))
+    return specs

@@ -43,6 +43,8 @@ class Launch(BaseModel):
     config: Config
     models: dict[str, Path]
     run_dir: Path
+    sources: list[str] = []
+    """Task sources that are on their way: nothing is dealt before all of them have come."""
 
 
 def shorten_gc_pauses() -> None:
@@ -105,7 +107,7 @@ async def serve(launch: Launch, worker_key: str) -> None:
     config = launch.config
     keys = RoleKeys.of(config.server.admin_key, worker_key)
     listener = bind(config.server.host, config.server.port)
-    control = Control(config, models=launch.models, run_dir=launch.run_dir, keys=keys)
+    control = Control(config, models=launch.models, run_dir=launch.run_dir, keys=keys, sources=launch.sources)
     server = AnnouncedServer(
         uvicorn.Config(
             create_app(control, keys),

@@ -12,15 +12,15 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from wingbeat.core.config import Config
-from wingbeat.core.config.schema import WITHOUT_GROUP_BASELINE
 from wingbeat.core.events import EventLog
+from wingbeat.core.files import LineFile
 from wingbeat.core.worker_protocol import (
     ControlMessage,
     PolicySpec,
@@ -28,18 +28,22 @@ from wingbeat.core.worker_protocol import (
     Register,
     Welcome,
 )
+from wingbeat.dataflow.barrier import Barrier
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.staleness import StalenessGate
+from wingbeat.dataflow.operators import Fault, VarianceRule, build_chain, check_operators
+from wingbeat.dataflow.records import DropReason
+from wingbeat.dataflow.step_rule import StepRule
 from wingbeat.server.director import Director, DirectorParts
 from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
 from wingbeat.server.finishing import Finishing, FinishingParts
 from wingbeat.server.gateway import Gateway
+from wingbeat.server.health import HealthWatch
 from wingbeat.server.hub import WorkerHub, WorkerSession
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.metrics import ControlMetrics
@@ -48,6 +52,7 @@ from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.server.snapshots import Snapshots
 from wingbeat.server.status import blockers
 from wingbeat.tracking.serialize import dump_turn
 from wingbeat.tracking.template import ChatTemplate
@@ -69,9 +74,11 @@ class Control:
         models: dict[str, Path],
         run_dir: Path,
         keys: RoleKeys,
+        sources: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``models`` holds the resolved folder of every policy."""
+        """``models`` holds the resolved folder of every policy, ``sources`` the task sources that will be brought."""
+        check_operators(config)
         self.config = config
         self.run_dir = run_dir
         self.clock = clock
@@ -82,14 +89,23 @@ class Control:
         self.engines = EnginePool(wait_s=ENGINE_WAIT_S, on_activity=self.overlap.generating)
         meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
         self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta)
-        self.dealer = TaskDealer(config.run.seed)
+        self.dealer = TaskDealer(
+            config.run.seed,
+            ratios=config.tasks.ratios,
+            epochs=config.tasks.epochs,
+            slack=config.dataflow.groups_per_step,
+            expected=sources,
+        )
         self.book = GroupBook(
             max_attempts=config.dataflow.max_attempts,
             group_floor=config.dataflow.group_floor,
             group_deadline_s=config.dataflow.group_deadline_s,
             clock=clock,
         )
+        self.barrier = Barrier(lambda: self.policies.values(), is_set=config.dataflow.barrier)
         self.policies = {name: self._host(name, models[name]) for name in config.policies}
+        self.health = HealthWatch(config, events=self.events, metrics=self.metrics)
+        self.snapshots = Snapshots(self.policies, run_dir=run_dir, events=self.events, changed=self.changed)
         self.registry = EpisodeRegistry(keys, clock=clock)
         self.evaluations = Evaluations(
             EvaluationParts(self.policies, self.dealer, self.ledger, self.events, self.changed, self.watch)
@@ -104,7 +120,8 @@ class Control:
         self.error: BaseException | None = None
         self.on_stop: Callable[[], None] = lambda: None
         """Called when a client asks the server to stop."""
-        self._metrics_file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics_file = LineFile(run_dir / "metrics.jsonl")
+        self._disk_is_full = False
         self._tasks: asyncio.Task[None] | None = None
         self._started = clock()
 
@@ -143,6 +160,7 @@ class Control:
                 changed=self.changed,
                 watch=self.watch,
                 on_closed=self.rollouts.forget_groups,
+                on_settled=self.rollouts.issuer.settled,
             )
         )
 
@@ -157,6 +175,7 @@ class Control:
                 run_dir=self.run_dir,
                 policies=self.policies,
                 dealer=self.dealer,
+                book=self.book,
                 evaluations=self.evaluations,
                 events=self.events,
                 changed=self.changed,
@@ -168,6 +187,7 @@ class Control:
         config, dataflow = self.config.policies[name], self.config.dataflow
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         algorithm = config.trainer.algorithm
+        chain = build_chain(self.config, name, on_fault=self._operator_failed)
         return PolicyHost(
             PolicySpec(
                 name=name,
@@ -180,11 +200,15 @@ class Control:
                 name,
                 groups_per_step=dataflow.groups_per_step,
                 max_staleness=dataflow.max_staleness,
-                # equal rewards still carry a gradient where there is no baseline
-                drop_zero_variance=dataflow.drop_zero_variance and algorithm not in WITHOUT_GROUP_BASELINE,
+                straggler=dataflow.straggler,
+                compose=lambda draft, version: chain.compose(draft, version=version),
+                variance=VarianceRule(config.trainer.credit, config.trainer.gamma),
+                # equal rewards still carry a gradient where no baseline takes them away
+                drop_zero_variance=dataflow.drop_zero_variance and not config.trainer.learns_from_equal_rewards,
                 dynamic_sampling=dataflow.dynamic_sampling or algorithm == "dapo",
             ),
-            gate=StalenessGate(max_staleness=dataflow.max_staleness, groups_per_step=dataflow.groups_per_step),
+            rule=StepRule.of(dataflow),
+            chain=chain,
             context=HostContext(
                 ledger=self.ledger,
                 engines=self.engines,
@@ -195,16 +219,37 @@ class Control:
                 seed=self.config.run.seed,
                 total_steps=self.config.run.steps,
                 clock=self.clock,
+                may_pass=lambda policy, version: self.barrier.may_pass(policy, version),
+                starves=lambda policy, version: self.barrier.starves(policy, version),
+                rebase=self._rebase,
             ),
             running_floors=lambda policy: self.book.floors(policy),
-            straggler_wait_s=dataflow.straggler_wait_s,
         )
+
+    def _rebase(self, policy: str, highest: int) -> None:
+        """A rollback: what running episodes sampled by abandoned versions counts as sampled by ``highest``."""
+        self.book.rebase(policy, highest=highest)
+        self.registry.rebase(policy, highest=highest)
+
+    def _operator_failed(self, fault: Fault) -> None:
+        """Tell people; training of the policy ends where the configuration says so."""
+        self.events.emit(
+            "operator_stopped" if fault.stops else "operator_quarantined",
+            policy=fault.policy,
+            operator=fault.operator,
+            hook=fault.hook,
+            error=fault.error,
+        )
+        if fault.stops:
+            self.policies[fault.policy].halt(fault.text)
+        self.changed.notify()
 
     # --- life ---------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         restore_run(self)
+        self.snapshots.restore()
         self.events.emit("started", run=self.config.run.name, seed=self.config.run.seed)
         self._tasks = asyncio.create_task(self._background(), name="control")
         return self
@@ -265,6 +310,7 @@ class Control:
                         group.create_task(host.run(self._after_step), name=f"train-{host.name}")
                 group.create_task(self._reap(), name="reap")
                 group.create_task(self.director.run(), name="direct")
+                group.create_task(self.snapshots.run(), name="snapshots")
         except* Exception as errors:
             logger.exception("a background task of control failed")
             self._fail(errors.exceptions[0])
@@ -274,6 +320,14 @@ class Control:
             await asyncio.sleep(REAP_EVERY_S)
             self.rollouts.reap()
             self.finishing.settle()
+            self._tell_of_a_full_disk()
+
+    def _tell_of_a_full_disk(self) -> None:
+        """When the ledger's disk fills up, and when it takes writes again."""
+        if bool(self.ledger.blocked) != self._disk_is_full:
+            self._disk_is_full = not self._disk_is_full
+            logger.warning("%s", self.ledger.blocked or "the ledger's disk has room again")
+            self.events.emit("disk_full" if self._disk_is_full else "disk_has_room", reason=self.ledger.blocked)
 
     async def _after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
         """Record a step everywhere people look."""
@@ -286,15 +340,20 @@ class Control:
             "perf/sampled_tokens": float(self.engines.generated_tokens),
             "perf/overlap_frac": self.overlap.fraction,
             "time/elapsed_s": self.clock() - self._started,
+            **self.finishing.sources.step(host.name, host.last_batch, self.dealer.places()),
+            **self.evaluations.scores(host.name),
             **{f"discarded/{reason}": float(c.num_episodes) for reason, c in host.buffer.discards.items()},
+            **host.buffer.token_metrics(),
+            **host.chain.metrics(),
         }
+        values |= self.health.after_step(host, values)
         self.metrics.step(host.name, host.version, values)
         line = {"policy": host.name, "step": host.version, **values}
-        self._metrics_file.write(json.dumps(line) + "\n")
-        self._metrics_file.flush()
+        self._metrics_file.append(json.dumps(line))
         self.events.emit("step", **line)
         for reason, count in host.buffer.discards.items():
             self.metrics.set_discarded(host.name, reason, count.num_episodes)
+        await self.snapshots.follow(host)
         self.director.after_step(host)
 
     # --- workers ------------------------------------------------------------------------------
@@ -332,7 +391,8 @@ class Control:
     def summary(self) -> dict[str, Any]:
         """The run in numbers (for the demo, tables and tests)."""
         hosts = [h for h in self.policies.values() if h.config.trainable]
-        stale = sum(c.num_episodes for h in hosts for r, c in h.buffer.discards.items() if r != "zero_variance")
+        lost = (DropReason.STALE, DropReason.NO_TOKENS)  # not what rewards or operators decided
+        stale = sum(c.num_episodes for h in hosts for r, c in h.buffer.discards.items() if r in lost)
         finished = self.finishing.num_finished_train
         return {
             "train_steps": max((h.version for h in hosts), default=0),
@@ -341,5 +401,6 @@ class Control:
             "staleness_max": max((h.staleness_max for h in hosts), default=0),
             "overlap_frac": round(self.overlap.fraction, 4),
             "discard_rate": round(stale / finished, 6) if finished else 0.0,
+            "masked_tokens": sum(h.buffer.num_masked for h in hosts),
             "train_s": round(self.overlap.train_s, 3),
         }

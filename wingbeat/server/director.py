@@ -1,6 +1,8 @@
 """The course of a run: evaluation before, during and after training, export, completion.
 
 before ──▶ (training; evaluations every N steps) ──▶ after ──▶ export ──▶ complete
+
+Training ends with its last step, or earlier, once the tasks are exhausted and what is buffered fills no batch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.core.types import Split
 from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.dataflow.groups import GroupBook
 from wingbeat.server.evaluations import Evaluations
 from wingbeat.server.policies import PolicyHost, TrainerState
 from wingbeat.server.signals import Changed
@@ -28,6 +31,7 @@ class DirectorParts:
     run_dir: Path
     policies: Mapping[str, PolicyHost]
     dealer: TaskDealer
+    book: GroupBook
     evaluations: Evaluations
     events: EventLog
     changed: Changed
@@ -41,6 +45,8 @@ class Director:
         self._parts = parts
         self._trainable = [h for h in parts.policies.values() if h.config.trainable]
         self.complete = False
+        self.ended = ""
+        """Why training ended before its last step, where the tasks were exhausted."""
 
     async def run(self) -> None:
         """Returns when the run is complete; at once for a server that only hosts frozen policies."""
@@ -49,12 +55,12 @@ class Director:
             return  # a server for others to use: it never completes by itself
         if config.eval.at_start:
             await self._evaluate_before()
-        await self._until(lambda: all(h.complete for h in self._trainable) and not self._parts.evaluations.running)
+        await self._until(lambda: self._has_trained_all() and not self._parts.evaluations.running)
         if config.eval.at_end and config.run.steps and self._parts.dealer.num_tasks(Split.EVAL):
             await self._evaluate_after()
         await self._export()
         self.complete = True
-        self._parts.events.emit("complete", **self._parts.summary())
+        self._parts.events.emit("complete", **self._parts.summary(), **({"ended": self.ended} if self.ended else {}))
         self._parts.changed.notify()
 
     def after_step(self, host: PolicyHost) -> None:
@@ -68,7 +74,7 @@ class Director:
 
     async def _evaluate_before(self) -> None:
         """At version 0; skipped where the eval tasks come only after the first step, or never."""
-        await self._until(lambda: self._can_evaluate() or self._has_trained())
+        await self._until(lambda: (self._can_evaluate() and not self._parts.dealer.missing) or self._has_trained())
         if not self._has_trained():
             for host in self._trainable:
                 self._evaluate(host, "before")
@@ -84,12 +90,39 @@ class Director:
         for host in self._trainable:
             if host.halted or not self._parts.config.run.steps:
                 continue
-            await self._until(lambda host=host: host.state is TrainerState.READY)
+            await self._until(
+                lambda host=host: (host.complete or bool(self.ended)) and host.state is TrainerState.READY
+            )
             try:
                 done = await host.export(self._parts.run_dir / "export" / host.name)
                 self._parts.events.emit("exported", policy=host.name, path=done.path)
             except (RuntimeError, ConnectionError) as error:
                 self._parts.events.emit("export_failed", policy=host.name, error=str(error))
+
+    def _has_trained_all(self) -> bool:
+        """Whether every policy has taken its last step, or none can take another one for want of tasks."""
+        if all(h.complete for h in self._trainable):
+            return True
+        if not self._parts.dealer.is_exhausted or self._parts.book.counts(Split.TRAIN).num_groups:
+            return False
+        open_ones = [h for h in self._trainable if not h.complete]
+        if any(h.in_step or h.state is not TrainerState.READY for h in open_ones):
+            return False
+        dataflow = self._parts.config.dataflow
+        fills = [len(h.buffer) >= dataflow.groups_per_step for h in open_ones]
+        if all(fills) if dataflow.barrier else any(fills):
+            return False
+        self.ended = self._exhausted(open_ones)
+        return True
+
+    def _exhausted(self, hosts: list[PolicyHost]) -> str:
+        """The end of a run without tasks, in words; what fills no batch stays in the ledger."""
+        steps = self._parts.config.run.steps
+        where = ", ".join(f"{h.name!r} at step {h.version} of {steps}" for h in hosts)
+        rest = sum(len(h.buffer) for h in hosts)
+        size = self._parts.config.dataflow.groups_per_step
+        left = f"; {rest} groups are left, which fill no batch of {size}" if rest else ""
+        return f"the tasks are exhausted (tasks.epochs = {self._parts.config.tasks.epochs}): {where} ends{left}"
 
     def _has_trained(self) -> bool:
         return any(h.version for h in self._trainable)

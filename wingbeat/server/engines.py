@@ -12,7 +12,9 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from wingbeat.core.errors import NoEngine, UnavailableError
@@ -29,6 +31,15 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
+from wingbeat.dataflow.lineages import Ancestry
+
+
+class Served(NamedTuple):
+    """A live version as an engine acknowledged it; ordered by when it came to be served."""
+
+    lineage: int
+    version: int
+    checksum: str
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +49,8 @@ class EngineLink:
     worker_id: str
     host_id: str
     send: Callable[[ControlMessage], None]
-    served: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Per policy: live version and checksum, as acknowledged."""
+    served: dict[str, Served] = field(default_factory=dict)
+    """Per policy, what it serves live."""
     pinned: set[tuple[str, int]] = field(default_factory=set)
     flights: dict[str, Flight] = field(default_factory=dict)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -102,6 +113,7 @@ class EnginePool:
         self._waiting: deque[Flight] = deque()
         self._live: dict[str, Manifest] = {}
         self._pins: dict[tuple[str, int], Manifest] = {}
+        self._ancestries: dict[str, Ancestry] = {}
         self._sticky: dict[str, EngineLink] = {}
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
@@ -139,7 +151,7 @@ class EnginePool:
         if message.pinned:
             link.pinned.add((message.policy, message.version))
         else:
-            link.served[message.policy] = (message.version, message.checksum)
+            link.served[message.policy] = Served(message.lineage, message.version, message.checksum)
         self._dispatch()
 
     def publish(self, manifest: Manifest) -> None:
@@ -160,18 +172,22 @@ class EnginePool:
             link.pinned.discard((policy, version))
             link.send(UnpinVersion(policy=policy, version=version))
 
-    def holds(self, policy: str, version: int) -> bool:
+    def holds(self, manifest: Manifest) -> bool:
         """Whether an engine may still need the file of this version."""
-        live = self._live.get(policy)
-        return (
-            (policy, version) in self._pins
-            or (live is not None and live.version == version)
-            or any(link.served.get(policy, (-1, ""))[0] < version for link in self._links if not link.failure)
+        live = self._live.get(manifest.policy)
+        pinned = self._pins.get((manifest.policy, manifest.version))
+        return any(held is not None and held.path == manifest.path for held in (live, pinned)) or not self.has_served(
+            manifest
         )
 
-    def has_served(self, policy: str, version: int) -> bool:
+    def has_served(self, manifest: Manifest) -> bool:
         """True once every connected engine serves this live version or a newer one."""
-        return all(link.served.get(policy, (-1, ""))[0] >= version for link in self._links if not link.failure)
+        found = [link.served.get(manifest.policy) for link in self._links if not link.failure]
+        return all(served is not None and served[:2] >= (manifest.lineage, manifest.version) for served in found)
+
+    def rolled_back(self, policy: str, ancestry: Ancestry) -> None:
+        """From now on, what abandoned versions sampled counts as sampled by the last version that survives."""
+        self._ancestries[policy] = ancestry
 
     @property
     def links(self) -> Sequence[EngineLink]:
@@ -185,9 +201,13 @@ class EnginePool:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def lowest_served(self, policy: str) -> tuple[int, str] | None:
-        """The oldest live version (with its checksum) among the engines."""
+    def lowest_served(self, policy: str) -> Served | None:
+        """The oldest live version among the engines."""
         return min((link.served[policy] for link in self._links if policy in link.served), default=None)
+
+    def served_by_all(self, policy: str) -> list[Served]:
+        """What each engine that serves the policy has live."""
+        return [link.served[policy] for link in self._links if policy in link.served]
 
     # --- generation -------------------------------------------------------------------------
 
@@ -257,7 +277,15 @@ class EnginePool:
             flight.delivered.extend(chunk.token_ids)
             if chunk.finish is not None:
                 del link.flights[chunk.request_id]
-            flight.put(chunk)
+            flight.put(chunk if flight.version is not None else self._rebased(flight.policy, chunk))
+
+    def _rebased(self, policy: str, chunk: TokenChunk) -> TokenChunk:
+        """An engine samples with abandoned weights until it has loaded the new lineage's."""
+        ancestry = self._ancestries.get(policy)
+        if ancestry is None or chunk.lineage == ancestry.current:
+            return chunk
+        version = ancestry.effective(chunk.version, lineage=chunk.lineage)
+        return msgspec.structs.replace(chunk, version=version, lineage=ancestry.current)
 
     def forget(self, cache_key: str) -> None:
         """The episode is over: no more turns to keep on one engine."""

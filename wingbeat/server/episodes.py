@@ -82,6 +82,8 @@ class OpenEpisode:
     state: EpisodeState = EpisodeState.OPEN
     has_heartbeat: bool = False
     calls: set[asyncio.Task[object]] = field(default_factory=set)
+    highest_versions: dict[str, int] = field(default_factory=dict)
+    """Per policy that was rolled back while it ran: versions above this one count as it."""
     truncated: set[tuple[str, str]] = field(default_factory=set)
     """(policy, agent) pairs of which a turn ended for length."""
     outcome: Outcome | None = None
@@ -226,6 +228,16 @@ class EpisodeRegistry:
 
     def open_episodes(self) -> list[OpenEpisode]:
         return [e for e in self._by_id.values() if e.state in (EpisodeState.OPEN, EpisodeState.CLOSING)]
+
+    def rebase(self, policy: str, *, highest: int) -> None:
+        """A policy was rolled back: what attempts that may still count hold is not newer than ``highest``.
+
+        That includes what they will sample in the new lineage: a token that seems older than it is, in an episode
+        that ran through a rollback, is safer than telling the two apart.
+        """
+        for episode in self._by_id.values():
+            if episode.state in (EpisodeState.OPEN, EpisodeState.LOST):
+                episode.highest_versions[policy] = min(highest, episode.highest_versions.get(policy, highest))
 
     def silent(self, heartbeat_s: float) -> list[OpenEpisode]:
         """Open attempts that gave no sign of life for too long."""

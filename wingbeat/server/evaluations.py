@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from wingbeat.core.errors import NoEngine, NotFoundError, RequestError, VersionGone
 from wingbeat.core.events import EventLog
-from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
+from wingbeat.core.protocol import EvaluationReply, EvaluationRequest, ScoreReply
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.evaluation import Evaluation, EvaluationResult, EvaluationSpec
 from wingbeat.dataflow.ledger import Ledger
@@ -41,6 +41,7 @@ class Evaluations:
         self._all: dict[str, Evaluation] = {}
         """Oldest first: all that run, and the last ``REMEMBERED`` that are done."""
         self._pins: dict[str, list[tuple[PolicyHost, int]]] = {}
+        self._scores: dict[str, dict[str, float]] = {}
 
     @property
     def running(self) -> list[Evaluation]:
@@ -61,7 +62,7 @@ class Evaluations:
             raise VersionGone(
                 f"version {version} of policy {host.name!r} is no longer held; the live one is {host.version}"
             )
-        tasks = self._parts.dealer.eval_tasks(request.source)[: request.max_tasks]
+        tasks = self._parts.dealer.eval_tasks(request.source, limit=request.max_tasks)
         team = [(h, h.version) for h in self._parts.policies.values() if h is not host]
         evaluation_id = f"{request.name}-{host.name}-{version}-{secrets.token_hex(3)}"
         spec = EvaluationSpec(
@@ -94,10 +95,19 @@ class Evaluations:
             raise RequestError(f"no policy {name!r}; this server has {', '.join(self._parts.policies)}", param="policy")
         return host
 
-    def next_group(self) -> GroupSpec | None:
-        """The next task of the oldest evaluation that has one left."""
+    @property
+    def waiting_sources(self) -> frozenset[str]:
+        """Task sources of which running evaluations have tasks left to hand out."""
+        return frozenset().union(*(evaluation.waiting_sources for evaluation in self.running))
+
+    def scores(self, policy: str) -> dict[str, float]:
+        """``eval/SOURCE/mean``: a policy's last evaluation of each task source; {} before the first."""
+        return dict(self._scores.get(policy, {}))
+
+    def next_group(self, sources: Collection[str] | None = None) -> GroupSpec | None:
+        """The next task, of these sources (None: of any), of the oldest evaluation that has one left."""
         for evaluation in self.running:
-            group = evaluation.next_group()
+            group = evaluation.next_group(sources)
             if group is not None:
                 return group
         return None
@@ -120,6 +130,8 @@ class Evaluations:
             del self._all[key]
         result = evaluation.result()
         self._parts.watch(self._parts.ledger.record_evaluation(result))
+        known = self._scores.setdefault(evaluation.spec.policy, {})
+        known |= {f"eval/{name}/mean": score.mean for name, score in result.sources.items() if score.mean is not None}
         self._parts.events.emit(
             "evaluation_done",
             id=evaluation.spec.id,
@@ -130,6 +142,7 @@ class Evaluations:
             stderr=result.stderr,
             num_finished=result.num_finished,
             num_missing=result.num_missing,
+            sources={source: score.mean for source, score in result.sources.items()},
         )
         self._parts.changed.notify()
 
@@ -152,4 +165,8 @@ def _reply(result: EvaluationResult) -> EvaluationReply:
         mean_reward=result.mean,
         stderr=result.stderr,
         rewards={task: list(rewards) for task, rewards in result.rewards.items()},
+        sources={
+            source: ScoreReply(mean_reward=score.mean, stderr=score.stderr, num_tasks=score.num_tasks)
+            for source, score in result.sources.items()
+        },
     )

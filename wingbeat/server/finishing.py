@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,23 @@ from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
 from wingbeat.core.samples import EpisodeSamples
 from wingbeat.core.types import Outcome, Split
+from wingbeat.dataflow.aging import rebase_member
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
-from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, finish_digest
+from wingbeat.dataflow.operators import ChainOutcome
+from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, GroupSpec, finish_digest
 from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, EpisodeState, OpenEpisode
 from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.lost_groups import NO_TOKENS, LostGroups
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
-from wingbeat.server.rewards import Credit, assign_rewards
+from wingbeat.server.rewards import Credit, assign_rewards, uncalled_policies
 from wingbeat.server.signals import Changed
+from wingbeat.server.source_metrics import SourceMeter
 from wingbeat.server.untrained import Untrained
+from wingbeat.tracking.credit import turn_credits
 from wingbeat.tracking.serialize import dump_graph
 from wingbeat.tracking.timelines import build_samples, count_untrainable
 
@@ -46,6 +51,8 @@ class FinishingParts:
     watch: Callable[[Future[Any]], None]
     on_closed: Callable[[set[str]], None]
     """Told the ids of groups that closed."""
+    on_settled: Callable[[GroupSpec, bool], None]
+    """Told every training group that closed, and whether some policy's buffer counts it."""
 
 
 class Finishing:
@@ -55,9 +62,11 @@ class Finishing:
         self._parts = parts
         self.rewards_seen: dict[str, list[float]] = {}
         """Per policy: training rewards since the last step (progress metrics)."""
+        self.sources = SourceMeter()
         self.num_finished_train = 0
         """Training episodes that counted, since this process began."""
         self.untrained = Untrained()
+        self.lost_groups = LostGroups()
 
     async def finish(self, episode: OpenEpisode, request: FinishRequest) -> FinishReply:
         """Count an attempt.  The same body again gets the same answer.
@@ -79,10 +88,11 @@ class Finishing:
                 f"episode {episode.episode_id} attempt {episode.attempt} is {episode.state}; its finish cannot count"
             )
         record = self._record(episode, request, digest)
+        uncalled = uncalled_policies(request.rewards, _credit(episode))
         # Book and ledger in one breath: what happens to the group later comes after this finish there, too.
         self._parts.book.finish(episode.episode_id, episode.attempt, record)
         self._count_untrainable(episode, record)
-        warning = self._count_untrained(episode, record)
+        warning = self._count_untrained(episode, record) or self._note_uncalled(episode, record, uncalled)
         episode.become(EpisodeState.CLOSING)
         episode.finish_digest = digest
         _cancel_calls(episode)
@@ -112,6 +122,7 @@ class Finishing:
             for policy in episode.policies:
                 if policy in record.rewards and not self._parts.policies[policy].complete:
                     self.rewards_seen.setdefault(policy, []).append(record.rewards[policy])
+            self.sources.finished(record, source=episode.group.task.source, policies=self._trainable(episode))
         self._ended(episode, EpisodeState.FINISHED, record.outcome)
         return reply
 
@@ -173,16 +184,49 @@ class Finishing:
                 self._parts.watch(self._parts.ledger.close_group(group.spec.id))
                 self._parts.evaluations.collect(group)
                 continue
-            for host in self._parts.policies.values():
-                ready = group.ready(host.name) if host.config.trainable else None
-                if ready is not None:
-                    host.add_group(ready)
-            self._parts.watch(self._parts.ledger.close_group(group.spec.id, reason=group.drop_reason))
-            if group.drop_reason is not None:
-                self._parts.events.emit("group_dropped", group_id=group.spec.id, reason=group.drop_reason)
+            self._settle_training(group)
         if closed:
             self._parts.on_closed({group.spec.id for group in closed})
         self._parts.changed.notify()
+
+    def _settle_training(self, group: ClosedGroup) -> None:
+        """Through each policy's operators into its buffer; the ledger learns in one write what they made of it."""
+        outcomes: dict[str, ChainOutcome] = {}
+        counts = False
+        for host in self._parts.policies.values():
+            ready = group.ready(host.name) if host.config.trainable else None
+            if ready is None:
+                continue
+            outcome = outcomes[host.name] = host.chain.on_group(ready)
+            host.buffer.count_dropped(ready, outcome.dropped)
+            if outcome.group is not None and not host.halted:  # else the ledger keeps it for the run's continuation
+                counts = host.add_group(outcome.group) or counts
+        self._note_lost(group, outcomes.values())
+        reason = group.drop_reason or _dropped_whole(outcomes.values())
+        self._parts.watch(
+            self._parts.ledger.close_group(
+                group.spec.id,
+                reason=reason,
+                dropped={name: outcome.dropped for name, outcome in outcomes.items()},
+                shaping=[shaping for outcome in outcomes.values() for shaping in outcome.shaping],
+                operators={
+                    name: state for name in outcomes if (state := self._parts.policies[name].chain.state_dict())
+                },
+            )
+        )
+        if reason is not None:
+            self._parts.events.emit("group_dropped", group_id=group.spec.id, reason=reason)
+        self._parts.on_settled(group.spec, counts)
+
+    def _note_lost(self, group: ClosedGroup, outcomes: Collection[ChainOutcome]) -> None:
+        """What operators drop whole they tell themselves, and of policies that nobody calls ``untrained`` does."""
+        kept = [outcome.group for outcome in outcomes if outcome.group is not None]
+        if group.drop_reason is not None:
+            self.lost_groups.note(group.drop_reason)
+        elif any(member.num_sampled for ready in kept for member in ready.members):
+            self.lost_groups.note(None)
+        elif kept or not (outcomes or self.untrained.in_a_row):
+            self.lost_groups.note(NO_TOKENS)
 
     def _cut_off(self, group: ClosedGroup) -> None:
         """Members that did not finish before their group closed: no attempt of theirs can count any more."""
@@ -203,12 +247,7 @@ class Finishing:
     def _record(self, episode: OpenEpisode, request: FinishRequest, digest: str) -> EpisodeRecord:
         """Everything about the attempt that must be durable."""
         _mark_superseded(episode)
-        turns = episode.graph.turns
-        credit = Credit(
-            agents={(t.policy, t.agent) for t in turns},
-            turns={t.turn_id: (t.policy, t.agent) for t in turns},
-            policies=episode.policies,
-        )
+        credit = _credit(episode)
         is_agent = request.outcome is Outcome.AGENT
         trainable = self._trainable(episode)
         assigned = assign_rewards(request.rewards, credit, required=trainable if is_agent else ())
@@ -221,7 +260,10 @@ class Finishing:
                 rewards.setdefault(policy, request.rewards.policies[policy])
             elif own:
                 rewards.setdefault(policy, sum(own) / len(own))
-        samples = self._samples(episode, trainable, assigned) if _trains(episode, request.outcome) else ()
+        turn_rewards = {} if isinstance(request.rewards, float | int) else request.rewards.turns
+        samples = ()
+        if _trains(episode, request.outcome):
+            samples = self._samples(episode, trainable, rewards=assigned, turn_rewards=turn_rewards)
         return EpisodeRecord(
             episode_id=episode.episode_id,
             attempt=episode.attempt,
@@ -234,18 +276,25 @@ class Finishing:
             graph=dump_graph(episode.graph),
             label=episode.label,
             message=request.message,
-            num_turns=len(turns),
+            num_turns=episode.graph.num_turns,
             created_s=episode.began_s,
             finished_s=time.time(),
         )
 
     def _samples(
-        self, episode: OpenEpisode, policies: Sequence[str], rewards: Mapping[tuple[str, str], float]
+        self,
+        episode: OpenEpisode,
+        policies: Sequence[str],
+        *,
+        rewards: Mapping[tuple[str, str], float],
+        turn_rewards: Mapping[str, float],
     ) -> tuple[EpisodeSamples, ...]:
         """What each policy and agent trains on."""
         samples: list[EpisodeSamples] = []
+        task = episode.group.task
         for policy in policies:
             keeps = self._parts.policies[policy].config.train_superseded
+            turns = turn_credits(episode.graph, policy=policy, rewards=turn_rewards, train_superseded=keeps)
             built = build_samples(episode.graph, policy=policy, episode_id=episode.episode_id, train_superseded=keeps)
             for agent, parts in built.items():
                 samples.append(
@@ -258,9 +307,13 @@ class Finishing:
                         reward=rewards[(policy, agent)],
                         samples=parts,
                         truncated=(policy, agent) in episode.truncated,
+                        turns=turns[agent],
+                        source=task.source,
+                        task_id=task.id,
                     )
                 )
-        return tuple(samples)
+        highest = episode.highest_versions
+        return tuple(rebase_member(s, highest=highest[s.policy]) if s.policy in highest else s for s in samples)
 
     def _trainable(self, episode: OpenEpisode) -> list[str]:
         return [policy for policy in episode.policies if self._parts.policies[policy].config.trainable]
@@ -282,9 +335,33 @@ class Finishing:
             self._parts.metrics.untrained_episodes.inc()
         return warning
 
+    def _note_uncalled(self, episode: OpenEpisode, record: EpisodeRecord, uncalled: Sequence[str]) -> str:
+        """What the caller of a finish that rewards policies without turns should know, or ""."""
+        if not _trains(episode, record.outcome):
+            return ""
+        trainable = self._trainable(episode)
+        return self.untrained.note_uncalled([policy for policy in uncalled if policy in trainable])
+
+
+def _credit(episode: OpenEpisode) -> Credit:
+    """What the episode holds that can be rewarded."""
+    turns = episode.graph.turns
+    return Credit(
+        agents={(t.policy, t.agent) for t in turns},
+        turns={t.turn_id: (t.policy, t.agent) for t in turns},
+        policies=episode.policies,
+    )
+
 
 def _trains(episode: OpenEpisode, outcome: Outcome) -> bool:
     return outcome is Outcome.AGENT and episode.split is Split.TRAIN
+
+
+def _dropped_whole(outcomes: Collection[ChainOutcome]) -> str | None:
+    """Why nothing of a group may train, where that is the operators' doing."""
+    if not outcomes or any(outcome.group is not None for outcome in outcomes):
+        return None
+    return "; ".join(sorted({dropped.reason for outcome in outcomes for dropped in outcome.dropped}))
 
 
 def _mark_superseded(episode: OpenEpisode) -> None:

@@ -46,6 +46,9 @@ class ControlMetrics:
         self.train_steps = Counter("wingbeat_train_steps", "Optimiser steps.", ["policy"], registry=r)
         self.version = Gauge("wingbeat_policy_version", "Policy version.", ["policy"], registry=r)
         self.train = Gauge("wingbeat_train", "Last value of each training metric.", ["policy", "metric"], registry=r)
+        self.alarms = Gauge(
+            "wingbeat_alarm", "1 while a health alarm of a policy sounds.", ["policy", "alarm"], registry=r
+        )
         self.open_episodes = Gauge("wingbeat_open_episodes", "Episodes running now.", registry=r)
         self.in_flight = Gauge("wingbeat_requests_in_flight", "Generations running or waiting now.", registry=r)
         self.engines = Gauge("wingbeat_engines", "Engines connected now.", registry=r)

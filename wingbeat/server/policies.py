@@ -1,63 +1,40 @@
-"""One policy as control sees it: its clock (version), its buffer, its trainer and the step loop.
+"""One policy as control sees it: its clock (lineage and version), its buffer, its trainer and what is served.
 
-    waits for                                   unblocked by
-    a trainer                                   TrainerReady
-    enough groups, staleness permitting         a group closing, an older group ending
-    the step's end                              StepDone (also after a crash: by replaying logged steps)
-
-Every step's batch is in the ledger before the trainer sees it.  A trainer that comes back at an
-earlier step is sent the logged batches again, in order, until it stands where control stands.
+``step_loop`` trains it, ``trainer_link`` speaks with its trainer, ``versions`` keeps its files.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.core.worker_protocol import (
-    CheckpointSaved,
-    ControlMessage,
-    Export,
-    Exported,
-    Failed,
-    Manifest,
-    PolicySpec,
-    ReleaseVersion,
-    SaveCheckpoint,
-    StepDone,
-    TrainerReady,
-    TrainStep,
-)
-from wingbeat.dataflow.buffer import BatchDraft, PolicyBuffer
+from wingbeat.core.worker_protocol import ControlMessage, Exported, Manifest, PolicySpec, StepDone, TrainStep
+from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.ledger import Ledger
-from wingbeat.dataflow.operators import has_zero_variance
+from wingbeat.dataflow.lineages import Ancestry, Lineage
+from wingbeat.dataflow.operators import OperatorChain, VarianceRule, has_zero_variance
 from wingbeat.dataflow.records import ReadyGroup
-from wingbeat.dataflow.staleness import StalenessGate
+from wingbeat.dataflow.step_rule import StepRule
 from wingbeat.server.engines import EnginePool
 from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.server.step_loop import StepEnd, StepListener, StepLoop
+from wingbeat.server.trainer_link import TrainerLink
+from wingbeat.server.trainer_state import TrainerState
+from wingbeat.server.versions import PolicyVersions
 from wingbeat.tracking.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-
-class TrainerState(StrEnum):
-    """Where a policy's trainer is."""
-
-    FROZEN = "frozen"
-    ABSENT = "absent"
-    READY = "ready"
-    TRAINING = "training"
-    REPLAYING = "replaying"
+__all__ = ["HostContext", "PolicyHost", "StepListener", "TrainerState", "base_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +51,13 @@ class HostContext:
     seed: int
     total_steps: int
     clock: Callable[[], float]
-
-
-class StepListener(Protocol):
-    """Told after every finished step, before the next begins (evaluation, progress)."""
-
-    async def __call__(self, host: PolicyHost, metrics: dict[str, float]) -> None: ...
+    may_pass: Callable[[str, int], bool] = lambda policy, version: True
+    """Whether the barrier lets a policy at this version take its next step."""
+    starves: Callable[[str, int], bool] = lambda policy, version: False
+    """Whether a policy that one at this version waits for needs more groups than there are."""
+    rebase: Callable[[str, int], None] = lambda policy, highest: None
+    """After a rollback: versions of the policy above ``highest`` that running episodes and open groups hold count as
+    ``highest`` from now on."""
 
 
 class PolicyHost:
@@ -91,314 +69,261 @@ class PolicyHost:
         *,
         template: ChatTemplate,
         buffer: PolicyBuffer,
-        gate: StalenessGate,
+        rule: StepRule,
         context: HostContext,
         running_floors: Callable[[str], list[int]],
-        straggler_wait_s: float,
+        chain: OperatorChain | None = None,
     ) -> None:
+        """``running_floors`` gives the floor versions of a policy's open training groups."""
         self.spec = spec
         self.config = PolicyConfig.model_validate(spec.config)
         self.template = template
         self.buffer = buffer
+        self.rule = rule
+        self.context = context
+        self.chain = chain if chain is not None else OperatorChain(spec.name)
         self.version = 0
-        self.manifest: Manifest | None = None
+        self.ancestry = Ancestry()
         self.state = TrainerState.ABSENT if self.config.trainable else TrainerState.FROZEN
-        self.trainer_id = ""
-        """The worker that last connected as this policy's trainer."""
         self.halted = ""
         """Why training stopped for good, if it did."""
         self.trained_tokens = 0
         self.equal_groups = 0
         """Groups in a row whose rewards were all equal."""
         self.staleness_max = 0
-        self._gate = gate
-        self._context = context
+        self.last_batch: TrainingBatch | None = None
+        """Of the last step that counted in this process."""
+        self.trainer = TrainerLink(self)
+        self.versions = PolicyVersions(spec.name, context.engines, send=self.trainer.send)
+        self.loop = StepLoop(self)
         self._running_floors = running_floors
-        self._straggler_wait_s = straggler_wait_s
-        self._trainer: Callable[[ControlMessage], None] | None = None
-        self._manifests: dict[int, Manifest] = {}
-        self._pins: Counter[int] = Counter()
-        self._step_done: asyncio.Future[StepDone | None] | None = None
-        """Resolves to None where the step failed."""
-        self._exports: dict[str, asyncio.Future[Exported]] = {}
-        self._checkpoints: dict[int, asyncio.Future[CheckpointSaved]] = {}
-        self._in_step = False
-        """From the moment a batch left the buffer until its version counts."""
-        self._is_behind = False
-        """The trainer is repeating logged steps up to ours."""
-        self._waiting_since: float | None = None
         if not self.config.trainable:
-            self._adopt(base_manifest(spec, self.version))
+            self.adopt(base_manifest(spec, self.version))
 
     @property
     def name(self) -> str:
         return self.spec.name
 
     @property
+    def manifest(self) -> Manifest | None:
+        """What is served live."""
+        return self.versions.live
+
+    @property
+    def live_checksum(self) -> str:
+        """Of what is served live; "" before anything is."""
+        return "" if self.versions.live is None else self.versions.live.checksum
+
+    @property
     def has_trainer(self) -> bool:
-        return self._trainer is not None
+        return self.trainer.is_connected
+
+    @property
+    def trainer_id(self) -> str:
+        """The worker that last connected as this policy's trainer."""
+        return self.trainer.worker_id
+
+    @property
+    def in_step(self) -> bool:
+        """From the moment a batch left the buffer until its version counts."""
+        return self.loop.in_step
 
     @property
     def complete(self) -> bool:
-        return not self.config.trainable or self.version >= self._context.total_steps or bool(self.halted)
+        """It trains no more: frozen, at its last step, or halted."""
+        return not self.config.trainable or self.version >= self.context.total_steps or bool(self.halted)
 
-    def manifest_of(self, version: int) -> Manifest | None:
-        """The manifest of a version whose file still exists."""
-        return self._manifests.get(version)
-
-    # --- the trainer --------------------------------------------------------------------------
-
-    def trainer_joined(self, send: Callable[[ControlMessage], None], *, worker_id: str = "") -> None:
-        """A trainer is connected; a worker that returns takes its own earlier connection over."""
-        if self._trainer is not None:
-            self.trainer_left()
-        self.trainer_id = worker_id
-        self._trainer = send
-
-    def trainer_left(self, send: Callable[[ControlMessage], None] | None = None) -> None:
-        """The trainer died; the step in progress will be replayed to its successor.
-
-        ``send`` names the one that left: nothing happens where a successor took over already.
-        """
-        if send is not None and self._trainer is not send:
-            return
-        self._trainer = None
-        if self.state is not TrainerState.FROZEN:
-            self.state = TrainerState.ABSENT
-        for future in (*self._exports.values(), *self._checkpoints.values()):
-            if not future.done():
-                future.set_exception(ConnectionError(f"the trainer of {self.name!r} went away"))
-        self._exports.clear()
-        self._checkpoints.clear()
-        self._context.events.emit("trainer_lost", policy=self.name, version=self.version)
-        self._context.changed.notify()
-
-    def trainer_ready(self, message: TrainerReady) -> None:
-        """Bring a (new or returned) trainer to where control stands."""
-        assert self._trainer is not None
-        self._context.events.emit("trainer_ready", policy=self.name, step=message.step, version=self.version)
-        if message.step > self.version:
-            # It ended a step of which we did not hear (control or the link died meanwhile): its StepDone follows.
-            self.state = TrainerState.TRAINING
-            self._context.changed.notify()
-            return
-        self._is_behind = message.step < self.version
-        if message.step == self.version:
-            self._adopt(message.manifest)
-        else:
-            self._release_unknown(message.step)
-        missing = self._context.ledger.batches_after(self.name, message.step)
-        for batch in missing:
-            self._trainer(TrainStep(batch=batch, replay=True))
-        self.state = TrainerState.REPLAYING if missing else TrainerState.READY
-        self._context.changed.notify()
-
-    def step_done(self, message: StepDone) -> None:
-        if message.step < self.version:
-            self._release_unknown(message.step)
-            return
-        if message.step == self.version:
-            if self._is_behind:
-                self._caught_up(message)
-            return
-        if self._step_done is not None and not self._step_done.done():
-            self._step_done.set_result(message)
-
-    def _release_unknown(self, version: int) -> None:
-        """Delete a file that only a replay made; one that is still known may be pinned."""
-        if self._trainer is not None and version not in self._manifests:
-            self._trainer(ReleaseVersion(policy=self.name, version=version))
-
-    def _caught_up(self, message: StepDone) -> None:
-        """A replay reached the step that control stands at: the weights must be the same bytes."""
-        exact = self.manifest is None or self.manifest.checksum == message.manifest.checksum
-        self._context.events.emit("replayed", policy=self.name, step=message.step, exact=exact)
-        self._is_behind = False
-        self._adopt(message.manifest)
-        if not self._in_step:
-            self.state = TrainerState.READY
-            self._context.changed.notify()
-
-    def checkpoint_saved(self, message: CheckpointSaved) -> None:
-        self._context.watch(self._context.ledger.record_checkpoint(self.name, step=message.step, path=message.path))
-        self._context.events.emit("checkpoint", policy=self.name, step=message.step, path=message.path)
-        future = self._checkpoints.pop(message.step, None)
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    def exported(self, message: Exported) -> None:
-        future = self._exports.pop(message.path, None)
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    def failed(self, message: Failed) -> None:
-        """A command failed at the trainer: a failed step ends training, with its reason in the status."""
-        self._context.events.emit("trainer_failed", policy=self.name, command=message.command, error=message.error)
-        error = RuntimeError(f"{message.command} failed: {message.error}")
-        if message.command == "train_step":
-            self.halted = f"training of {self.name!r} stopped: {message.error}"
-            if self._step_done is not None and not self._step_done.done():
-                self._step_done.set_result(None)
-        pending = self._exports if message.command == "export" else self._checkpoints
-        if message.command in ("export", "save_checkpoint"):
-            for future in pending.values():
-                if not future.done():
-                    future.set_exception(error)
-            pending.clear()
-        self._context.changed.notify()
-
-    def add_group(self, group: ReadyGroup) -> None:
-        """A group of this policy closed."""
-        self.equal_groups = self.equal_groups + 1 if has_zero_variance(group) else 0
-        self.buffer.add(group)
-
-    # --- the step loop ------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------
 
     async def run(self, after_step: StepListener) -> None:
-        """Train until the run is complete, or a step fails."""
-        unfinished = self._context.ledger.batches_after(self.name, self.version)  # logged before a restart
-        while unfinished or not self.complete:
-            batch = unfinished.pop(0) if unfinished else await self._log(await self._next_draft())
-            done = await self._train(batch)
-            if done is None:
-                return
-            await self._account(done)
-            await after_step(self, done.metrics)
+        """Train until the run is complete, and again where a rollback lost its last steps; ends where one fails."""
+        while not self.halted:
+            await self.loop.run(after_step)
+            while self.complete and not self.halted:
+                await self.context.changed.wait()
 
-    async def _next_draft(self) -> BatchDraft:
-        while True:
-            if self.state is TrainerState.READY and self._may_step():
-                draft = self.buffer.take(self.version)
-                if draft is not None:
-                    self._waiting_since = None
-                    self._in_step = True
-                    return draft
-            await self._context.changed.wait(1.0 if self._waiting_since is not None else None)
+    def send(self, message: ControlMessage) -> None:
+        """To the trainer, if there is one now."""
+        self.trainer.send(message)
 
-    def admits_group(self) -> bool:
-        """Whether one more training group may start: in time to be trained, and still needed.
+    def become(self, state: TrainerState) -> None:
+        """The trainer's state changed; one that is ready is given the pending step."""
+        if self.state is TrainerState.FROZEN:
+            return
+        self.state = state
+        self.offer()
+        self.context.changed.notify()
 
-        Policies that train no more (frozen, complete) admit whatever the others need.
-        """
-        if self.complete:
-            return True
-        floors = [*self._running_floors(self.name), *self.buffer.floors()]
-        next_version = self.version + self._in_step
-        if len(floors) >= (self._context.total_steps - next_version) * self._gate.groups_per_step:
-            return False
-        return self._gate.may_admit(floors, version=next_version, floor=self.lowest_version())
+    def offer(self) -> None:
+        """Give the pending step to a trainer that is ready for it."""
+        if self.state is TrainerState.READY and self.loop.pending is not None and not self.halted:
+            self.state = TrainerState.TRAINING
+            self.send(TrainStep(batch=self.loop.pending))
 
-    def lowest_version(self) -> int:
-        """The oldest version that any engine may still sample with."""
-        served = self._context.engines.lowest_served(self.name)
-        return self.version if served is None else min(self.version, served[0])
-
-    def _may_step(self) -> bool:
-        """The staleness rule; a straggler is waited for at most ``straggler_wait_s``."""
-        in_flight, buffered = self._running_floors(self.name), self.buffer.floors()
-        if len(buffered) < self._gate.groups_per_step:
-            self._waiting_since = None
-            return False
-        if self._gate.may_step(self.version, in_flight=in_flight, buffered=buffered):
-            return True
-        now = self._context.clock()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        return now - self._waiting_since >= self._straggler_wait_s
-
-    async def _log(self, draft: BatchDraft) -> TrainingBatch:
-        """Make the step's batch durable before it is taken."""
-        step = self.version + 1
-        batch = TrainingBatch(
-            batch_id=f"{self.name}-{step}",
-            policy=self.name,
-            step=step,
-            episodes=draft.episodes,
-            seed=(self._context.seed * 1_000_003 + step) % 2**31,
-        )
-        await asyncio.wrap_future(
-            self._context.ledger.log_batch(batch, group_ids=draft.group_ids, dropped=draft.dropped)
-        )
-        return batch
-
-    async def _train(self, batch: TrainingBatch) -> StepDone | None:
-        """Take the step; without a trainer at hand, its successor is sent the batch from the ledger.
-
-        None where the step failed.
-        """
-        self._in_step = True
-        self._step_done = asyncio.get_running_loop().create_future()
-        self._context.overlap.training(+1)
-        try:
-            if self._trainer is not None and self.state is TrainerState.READY:
-                self.state = TrainerState.TRAINING
-                self._trainer(TrainStep(batch=batch))
-            return await self._step_done
-        finally:
-            self._context.overlap.training(-1)
-
-    async def _account(self, done: StepDone) -> None:
-        """The step counts: version, weights, ledger, metrics."""
+    def count_step(self, done: StepDone) -> None:
+        """The pending step is done: version, weights, ledger."""
+        self.last_batch = self.loop.pending
         self.version = done.step
-        self._in_step = False
-        self.state = TrainerState.READY if self._trainer is not None else TrainerState.ABSENT
-        self._adopt(done.manifest)
+        self.chain.on_version(self.version)
         self.trained_tokens += int(done.metrics.get("trained_tokens", 0))
         self.staleness_max = max(self.staleness_max, int(done.metrics.get("staleness/max", 0)))
-        await asyncio.wrap_future(
-            self._context.ledger.mark_trained(
-                self.name, step=done.step, metrics=done.metrics, advantages=done.advantages
-            )
+        write = self.context.ledger.mark_trained(
+            self.name, step=done.step, metrics=done.metrics, advantages=done.advantages
         )
-        every = self.config.trainer.checkpoint_every
-        if self._trainer is not None and (done.step % every == 0 or done.step == self._context.total_steps):
-            self._trainer(SaveCheckpoint(policy=self.name, step=done.step))
-        self._context.changed.notify()
+        self.loop.count(done, write)
+        self.adopt(done.manifest)
+        self.become(TrainerState.READY if self.has_trainer else TrainerState.ABSENT)
+
+    def halt(self, reason: str) -> None:
+        """End training of this policy for good; the first reason stays."""
+        if self.halted:
+            return
+        self.halted = reason
+        self.loop.give_up(StepEnd.FAILED)
+        self.context.changed.notify()
+
+    def add_group(self, group: ReadyGroup) -> bool:
+        """A group of this policy closed.  Whether it waits to be trained now."""
+        rule = VarianceRule(self.config.trainer.credit, self.config.trainer.gamma)
+        self.equal_groups = self.equal_groups + 1 if has_zero_variance(group, rule) else 0
+        return self.buffer.add(group)
+
+    @property
+    def lacks_groups(self) -> bool:
+        """It is called, and yet all groups of it that run or wait make no batch for its next step."""
+        if self.in_step or not (self.buffer.was_called or self.version):
+            return False
+        return len(self.running_floors()) + len(self.buffer) < self.rule.gate.groups_per_step
+
+    def running_floors(self) -> list[int]:
+        """Floor versions of the training groups that have not closed."""
+        return self._running_floors(self.name)
+
+    def admits_group(self) -> bool:
+        """Whether one more training group may start: recorded, trained in time, and still needed.
+
+        Policies that train no more (frozen, complete) admit whatever the others need, and so do those that the
+        barrier holds back for want of another's groups.
+        """
+        if self.context.ledger.blocked or self.trainer.is_rolling_back:
+            return False
+        if self.complete or self.context.starves(self.name, self.version):
+            return True
+        floors = [*self.running_floors(), *self.buffer.floors()]
+        next_version = self.version + self.in_step
+        if len(floors) >= (self.context.total_steps - next_version) * self.rule.gate.groups_per_step:
+            return False
+        return self.rule.gate.may_admit(floors, version=next_version, floor=self.lowest_version())
+
+    def lowest_version(self) -> int:
+        """The oldest version that any engine may still sample with, as it counts in this lineage."""
+        found = [
+            self.ancestry.effective(served.version, lineage=min(served.lineage, self.ancestry.current))
+            for served in self.context.engines.served_by_all(self.name)
+        ]
+        return min([self.version, *found])
+
+    # --- lineages -----------------------------------------------------------------------------
+
+    def restore(self, *, version: int) -> None:
+        """Go on from the ledger: lineages, version, operators, and what waits to be trained."""
+        ledger = self.context.ledger
+        self.ancestry, self.version = ledger.ancestry(self.name), version
+        self.context.engines.rolled_back(self.name, self.ancestry)
+        self.chain.load_state_dict(ledger.load_operator_states().get(self.name, {}))
+        self._recall()
+        for group in ledger.unconsumed(self.name):
+            self.buffer.add(group)
+
+    def roll_back(self, *, base_lineage: int, base_step: int, reason: str) -> Future[Lineage]:
+        """Begin the next lineage where the trainer stands; :meth:`refill` once the ledger has it.
+
+        From now on nothing that abandoned versions sampled counts as newer than the last version that survives.
+        """
+        before, context = self.ancestry, self.context
+        base_lineage = min(base_lineage, before.current)  # a ledger of old may not know the trainer's
+        dropped = self.buffer.drain_dropped()
+        if dropped:
+            context.watch(context.ledger.mark_dropped(self.name, dropped=dropped))
+        self.buffer.clear()  # the ledger has it, and knows what the trainer's step leaves of it
+        write = context.ledger.begin_lineage(self.name, base_lineage=base_lineage, base_step=base_step, reason=reason)
+        context.watch(write)
+        base_lineage, base_step = before.normal(base_lineage, base_step)
+        lineage = Lineage(self.name, before.current + 1, base_lineage, base_step, reason)
+        lost = max(0, self.version - base_step)
+        self.ancestry, self.version = before.with_lineage(lineage), base_step
+        context.engines.rolled_back(self.name, self.ancestry)
+        context.rebase(self.name, self._highest(before))
+        self.loop.give_up(StepEnd.ABANDONED)
+        logger.warning("policy %s begins lineage %d at step %d: %s", self.name, lineage.lineage, base_step, reason)
+        context.events.emit(
+            "lineage_began",
+            policy=self.name,
+            lineage=lineage.lineage,
+            base_lineage=base_lineage,
+            base_step=base_step,
+            lost_steps=lost,
+            reason=reason,
+        )
+        return write
+
+    def refill(self, manifest: Manifest) -> None:
+        """The lineage is on record: lost samples wait again, and engines go to its weights."""
+        groups = {group.group_id: group for group in self.buffer.clear()}  # closed meanwhile
+        groups |= {group.group_id: group for group in self.context.ledger.unconsumed(self.name)}
+        for group in groups.values():
+            self.buffer.add(group)
+        self._recall()
+        self.adopt(manifest)
+        self.context.changed.notify()
+
+    def _highest(self, before: Ancestry) -> int:
+        """What versions of the lineage before count as at most."""
+        ceiling = self.ancestry.ceiling(lineage=before.current)
+        return self.version if ceiling is None else ceiling
+
+    def _recall(self) -> None:
+        """What operators may replay follows from the surviving batches."""
+        first = self.version - self.rule.gate.max_staleness
+        self.chain.recall(self.context.ledger.batches_after(self.name, first))
+        self.chain.on_version(self.version)
 
     # --- versions -----------------------------------------------------------------------------
 
-    def _adopt(self, manifest: Manifest) -> None:
-        """Serve these weights from now on."""
-        if self.manifest is not None and self.manifest.version > manifest.version:
-            return
-        self.manifest = manifest
-        self._manifests[manifest.version] = manifest
-        self._context.engines.publish(manifest)
-        self.release_unused()
+    def adopt(self, manifest: Manifest) -> None:
+        """Serve these weights, which are of a surviving version, from now on."""
+        self.versions.adopt(msgspec.structs.replace(manifest, lineage=self.ancestry.current))
+
+    def serve(self, manifest: Manifest) -> None:
+        """Serve other weights of a policy without a trainer (snapshots), also older ones of a later lineage."""
+        self.version = manifest.version
+        self.versions.adopt(manifest)
+        self.context.changed.notify()
+
+    def manifest_of(self, version: int) -> Manifest | None:
+        """The manifest of a surviving version whose file still exists."""
+        return self.versions.of(version, self.ancestry)
 
     def release_unused(self) -> None:
         """Delete files of versions that nobody can ask for any more."""
-        for version in [v for v in self._manifests if v != self.version]:
-            if not self._context.engines.holds(self.name, version) and self._context.engines.has_served(
-                self.name, self.version
-            ):
-                del self._manifests[version]
-                if self._trainer is not None:
-                    self._trainer(ReleaseVersion(policy=self.name, version=version))
+        self.versions.release_unused()
 
     def pin(self, version: int) -> None:
-        """Keep a version served until as many :meth:`unpin` (evaluations may share one)."""
-        self._pins[version] += 1
-        if self._pins[version] == 1:
-            self._context.engines.pin(self._manifests[version])
+        """Keep a version (of which :meth:`manifest_of` gives the manifest) served until as many :meth:`unpin`."""
+        manifest = self.manifest_of(version)
+        if manifest is None:
+            raise ValueError(f"policy {self.name!r} holds no version {version}")
+        self.versions.pin(manifest)
 
     def unpin(self, version: int) -> None:
-        self._pins[version] -= 1
-        if not self._pins[version]:
-            del self._pins[version]
-            self._context.engines.unpin(self.name, version)
-            self.release_unused()
+        self.versions.unpin(version)
 
     def is_pinned(self, version: int) -> bool:
-        return version in self._pins
+        return self.versions.is_pinned(version)
 
     async def export(self, path: Path) -> Exported:
         """Have the trainer write a Hugging Face folder.  Raises RuntimeError where it cannot."""
-        if self._trainer is None:
-            raise RuntimeError(f"policy {self.name!r} has no trainer now; nothing can be exported")
-        future = self._exports[str(path)] = asyncio.get_running_loop().create_future()
-        self._trainer(Export(policy=self.name, path=str(path)))
-        return await future
+        return await self.trainer.export(path)
 
 
 def base_manifest(spec: PolicySpec, version: int) -> Manifest:

@@ -27,9 +27,7 @@ def restore_run(control: Control) -> None:
     for host in control.policies.values():
         if not host.config.trainable:
             continue
-        host.version = trained.get(host.name, 0)
-        for group in ledger.unconsumed(host.name):
-            host.buffer.add(group)
+        host.restore(version=trained.get(host.name, 0))
     open_groups = ledger.open_groups()
     control.rollouts.restore_groups(g.spec.id for g in open_groups if g.spec.split is Split.TRAIN)
     for group in open_groups:

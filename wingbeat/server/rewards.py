@@ -1,4 +1,11 @@
-"""Who earned what: from the rewards of a finish call to one reward per (policy, agent)."""
+"""Who earned what: from the rewards of a finish call to one reward per (policy, agent).
+
+- A name that the episode does not have is refused: a policy that is not of it, an agent or a turn that took no
+  part. So a misspelt name never loses a reward.
+- A policy of the episode that was not called may be rewarded: an agent need not know whom it called. The reward
+  is recorded, and trains nothing, because there is nothing to train; the first finish that does so is told.
+- What a superseded turn earned counts for its agent like that of any other turn.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +55,14 @@ def assign_rewards(rewards: float | Rewards, credit: Credit, *, required: Collec
             continue
         result[(policy, agent)] = float(value or 0.0) + float(sum(extra))
     return result
+
+
+def uncalled_policies(rewards: float | Rewards, credit: Credit) -> list[str]:
+    """Policies that are rewarded by name although they took no turn."""
+    if not isinstance(rewards, Rewards):
+        return []
+    called = {policy for policy, _ in credit.agents}
+    return sorted(set(rewards.policies) - called)
 
 
 def _check_names(rewards: Rewards, credit: Credit) -> None:

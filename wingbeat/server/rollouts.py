@@ -38,6 +38,7 @@ from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.client_groups import ClientGroups, is_client_group
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode, new_episode_prefix, task_model
 from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.issuing import Issuer, Sources
 from wingbeat.server.keys import digest, new_episode_key
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
@@ -86,8 +87,9 @@ class Rollouts:
         self._leases: dict[str, PendingLease] = {}
         self._client_groups = ClientGroups()
         self._group_numbers = itertools.count()
-        self.num_waiting = 0
-        """Clients that ask for leases now."""
+        self.issuer = Issuer(
+            parts.dealer, ledger=parts.ledger, watch=parts.watch, should_issue=self._should_issue, clock=parts.clock
+        )
         self._prefix = new_episode_prefix()
 
     # --- leases -------------------------------------------------------------------------------
@@ -95,56 +97,65 @@ class Rollouts:
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Up to ``max_leases`` slots; waits for the first at most ``wait_s``."""
         deadline = self._parts.clock() + min(request.wait_s, self._parts.config.server.begin_wait_s)
-        self.num_waiting += 1
+        sources = None if request.sources is None else frozenset(request.sources)
+        self.issuer.ask(sources)
         try:
-            return await self._wait_for_leases(request, deadline)
+            return await self._wait_for_leases(request, sources, deadline)
         finally:
-            self.num_waiting -= 1
+            self.issuer.answered(sources)
 
-    async def _wait_for_leases(self, request: LeaseRequest, deadline: float) -> LeaseReply:
+    @property
+    def num_waiting(self) -> int:
+        """Clients that ask for leases now."""
+        return self.issuer.num_waiting
+
+    async def _wait_for_leases(self, request: LeaseRequest, sources: Sources, deadline: float) -> LeaseReply:
         while True:
             if self._parts.is_stopping():
                 raise UnavailableError("the server is stopping; ask again when it is back")
-            tickets = self._take(request.max_leases, request.splits)
+            tickets = self._take(request.max_leases, request.splits, sources)
             if tickets:
                 return LeaseReply(leases=[self._lease(ticket) for ticket in tickets])
             if self._parts.is_complete():
                 return LeaseReply(leases=[], stop=True, reason="the run is complete")
             remaining = deadline - self._parts.clock()
             if remaining <= 0 or not await self._parts.changed.wait(remaining):
-                reasons = self._parts.blockers()
+                own = self.issuer.reason(sources) if sources is not None else ""
+                reasons = [own] if own else self._parts.blockers()
                 return LeaseReply(leases=[], reason=reasons[0] if reasons else "no task is free")
 
-    def _take(self, count: int, splits: Sequence[Split]) -> list[SlotTicket]:
+    def _take(self, count: int, splits: Sequence[Split], sources: Sources) -> list[SlotTicket]:
         tickets: list[SlotTicket] = []
         while len(tickets) < count:
-            group_id = self._next_group(splits)
+            group_id = self._next_group(splits, sources)
             if group_id is None:
                 break
             tickets.append(self._parts.book.take(group_id))
         return tickets
 
-    def _next_group(self, splits: Sequence[Split]) -> str | None:
-        """The group whose slot goes next, opening a new one where admission allows."""
-        free = [g for g in self._parts.book.groups_with_free_slots() if not is_client_group(g.id)]
+    def _next_group(self, splits: Sequence[Split], sources: Sources) -> str | None:
+        """The group whose slot goes next to a client of these sources, opening a new one where admission allows."""
+        free = [
+            g
+            for g in self._parts.book.groups_with_free_slots()
+            if not is_client_group(g.id) and (sources is None or g.task.source in sources)
+        ]
         for split in (Split.EVAL, Split.TRAIN):
             if split not in splits:
                 continue
             for group in free:
                 if group.split is split:
                     return group.id
-            spec = self._parts.evaluations.next_group() if split is Split.EVAL else self._admit()
+            spec = self._parts.evaluations.next_group(sources) if split is Split.EVAL else self._admit(sources)
             if spec is not None:
                 self._open_group(spec)
                 return spec.id
         return None
 
-    def _admit(self) -> GroupSpec | None:
+    def _admit(self, sources: Sources) -> GroupSpec | None:
         """A new training group on the next task, if every policy's staleness gate lets one in."""
-        config = self._parts.config.dataflow
-        if not self._training_wants_more() or self._parts.dealer.num_tasks(Split.TRAIN) == 0:
-            return None
-        return self._train_group(self._parts.dealer.next_task(), size=config.group_size)
+        task = self.issuer.next_task(sources) if self._training_wants_more() else None
+        return None if task is None else self._train_group(task, size=self._parts.config.dataflow.group_size)
 
     def _open_group(self, spec: GroupSpec) -> None:
         """Into the book and, with the dealer's place, into the ledger."""
@@ -155,6 +166,12 @@ class Rollouts:
     def _training_wants_more(self, policies: Sequence[str] | None = None) -> bool:
         hosts = [h for h in self._parts.policies.values() if policies is None or h.name in policies]
         return all(h.admits_group() for h in hosts) and any(h.config.trainable and not h.complete for h in hosts)
+
+    def _should_issue(self, task: Task) -> bool:
+        """Whether some policy that still trains wants this task: only where the operators of all pass it over, no."""
+        hosts = [h for h in self._parts.policies.values() if h.config.trainable and not h.complete]
+        answers = [h.chain.should_issue(task) for h in hosts]  # all are asked: each keeps its own count
+        return any(answers)
 
     def _train_group(self, task: Task, *, size: int, policies: Sequence[str] | None = None) -> GroupSpec:
         names = tuple(policies or self._parts.policies)
@@ -261,7 +278,7 @@ class Rollouts:
         if declared is not None and own_id is not None:
             return self._join(declared, own_id, task, request.split)
         names = [name.partition("@")[0] for name in request.policies or ()]
-        if request.split is Split.TRAIN and not self._training_wants_more(names or None):
+        if request.split is Split.TRAIN and (self._parts.is_complete() or not self._training_wants_more(names or None)):
             return None
         size = declared.size if declared is not None else 1
         spec = self._train_group(task, size=size, policies=names or None)

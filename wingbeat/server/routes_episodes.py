@@ -25,20 +25,25 @@ from wingbeat.core.protocol import (
     HeartbeatReply,
     LeaseReply,
     LeaseRequest,
+    MixingReply,
+    MixingRequest,
     PolicyReply,
+    RemovedSourceReply,
     Rewards,
+    SourceReply,
     StatusReply,
     TaskModel,
     TaskSourceReply,
     TaskSourceRequest,
     Wire,
 )
-from wingbeat.core.types import Task
+from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.task_sources import check_source
 from wingbeat.server.control import Control
 from wingbeat.server.episodes import OpenEpisode, task_model
 from wingbeat.server.keys import RoleKeys
 from wingbeat.server.requests import decode_json, unless_gone
-from wingbeat.server.sources import SavedSource, save_source
+from wingbeat.server.sources import SavedSource, delete_source, save_source
 from wingbeat.server.status import policy_reply, status_reply
 from wingbeat.server.suggestions import did_you_mean
 
@@ -82,13 +87,29 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
     async def put_tasks(request: Request, source: str) -> TaskSourceReply:
         keys.require_admin(request.headers)
         wanted = parse(TaskSourceRequest, await request.body())
-        tasks = [Task(source=source, id=t.id, payload=t.payload) for t in wanted.tasks]
-        control.dealer.add_source(source, wanted.split, tasks)
+        tasks = [
+            Task(t.source if "source" in t.model_fields_set else source, id=t.id, payload=t.payload)
+            for t in wanted.tasks
+        ]
+        _add_source(control, source, wanted, tasks)
         saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
         await asyncio.to_thread(save_source, control.run_dir, saved)
+        await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
         control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
         control.changed.notify()
-        return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks))
+        ratio = control.dealer.ratios.get(source)
+        return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks), ratio=ratio)
+
+    @router.delete("/tasks/{source}")
+    async def remove_tasks(request: Request, source: str) -> RemovedSourceReply:
+        keys.require_admin(request.headers)
+        control.dealer.remove(source)
+        await asyncio.to_thread(delete_source, control.run_dir, source)
+        await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
+        control.events.emit("tasks_removed", source=source)
+        control.changed.notify()
+        still_open = sum(g.task.source == source and g.split is Split.TRAIN for g, _ in control.book.progress())
+        return RemovedSourceReply(source=source, num_open_groups=still_open, ratios=control.dealer.ratios)
 
     @router.post("/tasks/lease", openapi_extra=body_schema(LeaseRequest))
     async def lease(request: Request) -> LeaseReply:
@@ -130,9 +151,53 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
     return router
 
 
+def _add_source(control: Control, source: str, wanted: TaskSourceRequest, tasks: list[Task]) -> None:
+    """Into the dealer, and for training into the mix.  Raises RequestError, and then nothing has changed."""
+    check_source(source, tuple(tasks))
+    if wanted.split is Split.TRAIN:
+        control.dealer.join(source, wanted.ratio)
+    elif wanted.ratio is not None:
+        raise RequestError("a `ratio` is a share of the training groups; leave it out for eval tasks", param="ratio")
+    control.dealer.add_source(source, wanted.split, tasks)
+
+
+def _mixing_reply(control: Control) -> MixingReply:
+    places = control.dealer.places()
+    sources = {
+        name: SourceReply(
+            ratio=place.ratio,
+            num_tasks=place.num_tasks,
+            epoch=place.epoch,
+            position=place.position,
+            exhausted=place.is_exhausted,
+            groups_dealt=place.dealt,
+            groups_counted=place.counted,
+            share=place.share,
+            ahead=place.ahead,
+        )
+        for name, place in places.items()
+    }
+    return MixingReply(ratios=control.dealer.ratios, sources=sources)
+
+
 def run_routes(control: Control, keys: RoleKeys) -> APIRouter:
     """The run as a whole."""
     router = APIRouter(tags=["run"])
+
+    @router.get("/api/mixing")
+    async def mixing(request: Request) -> MixingReply:
+        keys.require_admin(request.headers)
+        return _mixing_reply(control)
+
+    @router.put("/api/mixing", openapi_extra=body_schema(MixingRequest))
+    async def set_mixing(request: Request) -> MixingReply:
+        keys.require_admin(request.headers)
+        wanted = parse(MixingRequest, await request.body())
+        control.dealer.set_ratios(wanted.ratios)
+        await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
+        control.events.emit("mixing", ratios=control.dealer.ratios)
+        control.changed.notify()
+        return _mixing_reply(control)
 
     @router.get("/api/status")
     async def status(request: Request) -> StatusReply:

@@ -78,24 +78,24 @@ class TrainerSession:
     def __init__(self, host: PolicyHost, register: Register, send: Callable[[ControlMessage], None]) -> None:
         self._host = host
         self._send = send
-        host.trainer_joined(send, worker_id=register.worker_id)
+        host.trainer.joined(send, worker_id=register.worker_id)
 
     def receive(self, message: WorkerMessage) -> None:
         match message:
             case TrainerReady():
-                self._host.trainer_ready(message)
+                self._host.trainer.ready(message)
             case StepDone():
-                self._host.step_done(message)
+                self._host.trainer.step_done(message)
             case CheckpointSaved():
-                self._host.checkpoint_saved(message)
+                self._host.trainer.checkpoint_saved(message)
             case Exported():
-                self._host.exported(message)
+                self._host.trainer.exported(message)
             case Failed():
-                self._host.failed(message)
+                self._host.trainer.failed(message)
             case Heartbeat():
                 return
             case _:
                 logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
 
     def closed(self) -> None:
-        self._host.trainer_left(self._send)
+        self._host.trainer.left(self._send)

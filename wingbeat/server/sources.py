@@ -21,10 +21,20 @@ class SavedSource(msgspec.Struct, frozen=True):
 
 def save_source(run_dir: Path, saved: SavedSource) -> None:
     """Write (or replace) a source durably."""
-    folder = run_dir / "tasks"
-    folder.mkdir(exist_ok=True)
-    name = hashlib.sha256(saved.source.encode()).hexdigest()[:16]  # sources may hold any character
-    write_atomically(folder / f"{name}-{saved.split}.json", msgspec.json.encode(saved))
+    path = _path(run_dir, saved.source, saved.split)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, msgspec.json.encode(saved))
+
+
+def delete_source(run_dir: Path, source: str) -> None:
+    """Remove both splits of a source, if they are there."""
+    for split in Split:
+        _path(run_dir, source, split).unlink(missing_ok=True)
+
+
+def _path(run_dir: Path, source: str, split: Split) -> Path:
+    name = hashlib.sha256(source.encode()).hexdigest()[:16]  # sources may hold any character
+    return run_dir / "tasks" / f"{name}-{split}.json"
 
 
 def load_sources(run_dir: Path) -> list[SavedSource]:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from wingbeat.server.control import Control
 
 EQUAL_GROUPS = 5
+NEVER_CALLED = (
+    "; no finished episode has called it: let agents call it in every group, or set dataflow.barrier to false"
+)
 NO_TASKS = "no tasks: PUT /api/tasks/{source}, or begin episodes with a task of your own"
 
 
@@ -23,6 +26,8 @@ def blockers(control: Control) -> list[str]:
         found.append(
             f"control failed: {control.error!r}; it ends itself and continues from the ledger when started again"
         )
+    if control.ledger.blocked:
+        found.append(control.ledger.blocked)
     found += [link.failure for link in control.engines.links if link.failure]
     if not control.engines.links:
         found.append("no engine is connected")
@@ -32,6 +37,9 @@ def blockers(control: Control) -> list[str]:
         return found
     if control.finishing.untrained.blocker:
         found.append(control.finishing.untrained.blocker)
+    if control.finishing.lost_groups.blocker:
+        found.append(control.finishing.lost_groups.blocker)
+    found += control.rollouts.issuer.blockers(control.evaluations.waiting_sources)
     if not _has_work(control):
         found.append(NO_TASKS)
     if not found and not control.registry.open_episodes() and not control.rollouts.num_waiting:
@@ -55,18 +63,39 @@ def _policy_blockers(control: Control, host: PolicyHost) -> list[str]:
         found.append(host.halted)
     if host.state is TrainerState.ABSENT and not host.complete:
         found.append(f"policy {host.name!r} has no trainer connected")
+    if host.trainer.problem:
+        found.append(host.trainer.problem)
+    if host.state is TrainerState.ROLLING_BACK:
+        found.append(f"the trainer of {host.name!r} begins a new lineage: {host.ancestry.current + 1}")
     if host.state is TrainerState.REPLAYING:
         found.append(f"the trainer of {host.name!r} repeats logged steps after a restart")
     if host.manifest is not None and control.engines.links and control.engines.lowest_served(host.name) is None:
         found.append(f"no engine serves policy {host.name!r} yet")
     if host.config.trainable and not host.complete:
-        if not host.admits_group():
+        if host.chain.blocker:
+            found.append(host.chain.blocker)
+        found += _barrier_blockers(control, host)
+        if not host.admits_group() and not control.ledger.blocked:
             found.append(f"admission of {host.name!r} is full: staleness bound {control.config.dataflow.max_staleness}")
         if host.equal_groups >= EQUAL_GROUPS:
             found.append(
                 f"all rewards equal in the last {host.equal_groups} groups of {host.name!r}: nothing to learn from"
             )
     return found
+
+
+def _barrier_blockers(control: Control, host: PolicyHost) -> list[str]:
+    """Names the policies without a batch of their own that keep this one, which has one, from its next step."""
+    needed = control.config.dataflow.groups_per_step
+    if len(host.buffer) < needed:
+        return []
+    others = [control.policies[name] for name in control.barrier.waits_for(host.name, host.version)]
+    return [
+        f"barrier: {host.name!r} waits for {other.name!r}, which has {len(other.buffer)} of {needed} groups for step"
+        f" {other.version + 1}" + ("" if other.buffer.was_called else NEVER_CALLED)
+        for other in others
+        if len(other.buffer) < needed and not other.in_step
+    ]
 
 
 def _group_blockers(control: Control) -> list[str]:
@@ -94,6 +123,8 @@ def status_reply(control: Control) -> StatusReply:
     return StatusReply(
         state=state,
         blockers=blockers(control),
+        warnings=[*control.health.warnings, *(w for h in control.policies.values() for w in h.chain.warnings)],
+        ended=control.director.ended,
         policies=[policy_reply(control, h) for h in control.policies.values()],
         open_episodes=len(control.registry.open_episodes()),
         groups_in_flight=counts.num_groups,
@@ -114,7 +145,7 @@ def policy_reply(control: Control, host: PolicyHost) -> PolicyReply:
         context_tokens=host.spec.context_tokens,
         trainer=host.state,
         engines=sum(host.name in link.served for link in control.engines.links),
-        served_version=served[0] if served else None,
-        served_checksum=served[1] if served else None,
+        served_version=served.version if served else None,
+        served_checksum=served.checksum if served else None,
         published_checksum=host.manifest.checksum if host.manifest else None,
     )

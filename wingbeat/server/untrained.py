@@ -1,6 +1,7 @@
 """Training episodes in which no trainable policy took a turn: they are kept, and train nothing.
 
 They hold no samples, so no baseline counts them; whoever runs them must hear why nothing is learnt.
+The same holds, told once, for a policy that is rewarded in an episode in which it took no turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Untrained:
         self.in_a_row = 0
         self._called: set[str] = set()
         self._trainable: tuple[str, ...] = ()
+        self._told: set[str] = set()
 
     def note(self, called: Collection[str], trainable: Sequence[str]) -> str:
         """Count a finished training episode; returns what its caller should know, or "".
@@ -40,6 +42,17 @@ class Untrained:
         return (
             f"this training episode {what}: its reward trains nothing and counts in no baseline;"
             f" the model that trains is {_listed(trainable)}"
+        )
+
+    def note_uncalled(self, policies: Sequence[str]) -> str:
+        """``policies`` were rewarded and took no turn; what the caller should know, once for each, or ""."""
+        fresh = [policy for policy in policies if policy not in self._told]
+        self._told.update(fresh)
+        if not fresh:
+            return ""
+        return (
+            f"{_listed(fresh)} took no turn in this episode: what `rewards.policies` says of it is recorded, and"
+            " trains nothing (told once)"
         )
 
     @property

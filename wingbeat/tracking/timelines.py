@@ -88,7 +88,10 @@ def _sample(sample_id: str, *, path: Sequence[Turn], training: set[str], tempera
     versions: list[NDArray[np.int32]] = []
     supports: list[NDArray[np.int32]] = []
     table: dict[bytes, int] = {}
+    starts: list[int] = []
     for turn in path:
+        if turn.turn_id in training:
+            starts.append(turn.prompt_length)
         trains_T = turn.trainable_T if turn.turn_id in training else np.zeros(turn.num_sampled, np.bool_)
         prompt_length = len(turn.segment)
         tokens += [turn.segment, turn.sampled]
@@ -104,6 +107,7 @@ def _sample(sample_id: str, *, path: Sequence[Turn], training: set[str], tempera
         versions=np.concatenate(versions),
         temperature=temperature,
         turn_ids=tuple(turn.turn_id for turn in path if turn.turn_id in training),
+        turn_starts=tuple(starts),
         support_table=tuple(table),
         support_index=np.concatenate(supports) if table else None,
     )

@@ -1,7 +1,7 @@
 """From rows to padded micro-batches of tensors.
 
 Rows are padded on the right: with causal attention no real token ever sees padding, so padding changes
-speed only.  Token facts (advantage, weight) are attached per row before rows are packed.
+speed only.  Token facts (advantage, weight, other models' opinions) are looked up per row, however rows are packed.
 
 Letters: ``B`` rows, ``T`` padded tokens, ``N`` trained tokens.
 """
@@ -9,7 +9,7 @@ Letters: ``B`` rows, ``T`` padded tokens, ``N`` trained tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,17 +17,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wingbeat.trainer.logprobs import Targets
-from wingbeat.trainer.losses import TokenBatch
 from wingbeat.trainer.rows import Row, merged_supports
+from wingbeat.trainer.scores import Scores, TokenScores
+from wingbeat.trainer.token_batch import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each episode of the batch earned, looked up by ``Row.episode``."""
+    """What the trained tokens of a batch earned."""
 
-    advantages: Sequence[float]
+    advantages_N: Sequence[NDArray[np.float64]]
+    """Of each row, by ``Row.index``: one advantage per trained token, in the order of ``Row.targets_N``."""
     weights: Sequence[float]
-    """Of each of its trained tokens."""
+    """Of each episode, by ``Row.episode``: the weight of each of its trained tokens."""
+    sft_weights: Sequence[float] = ()
+    """Likewise of their cross-entropy; () where none is trained."""
+
+    def of_row(self, row: Row) -> NDArray[np.float64]:
+        """[N] the advantages of a row.  Raises ValueError where they are of another row."""
+        found_N = self.advantages_N[row.index]
+        if len(found_N) != row.num_trained:
+            raise ValueError(
+                f"row {row.index}: expected {row.num_trained} advantages, one per trained token, got {len(found_N)}; "
+                "number the rows as build_rows does"
+            )
+        return found_N
+
+    def trains(self, row: Row) -> bool:
+        """Whether any of the row's tokens has an advantage."""
+        return bool(self.of_row(row).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +57,29 @@ class TokenFacts:
     advantages_N: Tensor
     weights_N: Tensor
     sequences_N: Tensor
-    """Numbers of the turns, which are runs of trained tokens in a row, whatever rows they came in."""
+    """Numbers of the turns (:attr:`Row.sequences_N`), different in every row."""
+    sft_weights_N: Tensor | None = None
+    scores: TokenScores = field(default_factory=TokenScores)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *, credit: Credit, device: torch.device) -> TokenFacts:
+    def of(
+        cls, rows: Sequence[Row], *, credit: Credit, device: torch.device, scores: Scores | None = None
+    ) -> TokenFacts:
         """The facts of all rows' trained tokens, row by row."""
         counts = [row.num_trained for row in rows]
+        advantages_N = torch.from_numpy(np.concatenate([credit.of_row(row) for row in rows]))
 
-        def per_row(values: list[float]) -> Tensor:
-            return _repeated(values, counts).to(device)
+        def per_episode(values: Sequence[float]) -> Tensor:
+            return _repeated([values[row.episode] for row in rows], counts).to(device)
 
         return cls(
             sampling_logprobs_N=torch.from_numpy(np.concatenate([row.sampling_logprobs_N for row in rows])).to(device),
             versions_N=torch.from_numpy(np.concatenate([row.versions_N for row in rows])).to(device),
-            advantages_N=per_row([credit.advantages[row.episode] for row in rows]),
-            weights_N=per_row([credit.weights[row.episode] for row in rows]),
+            advantages_N=advantages_N.to(device, torch.float32),
+            weights_N=per_episode(credit.weights),
             sequences_N=torch.from_numpy(_turns(rows)).to(device),
+            sft_weights_N=per_episode(credit.sft_weights) if credit.sft_weights else None,
+            scores=scores.of_rows(rows, device=device) if scores else TokenScores(),
         )
 
     def take(self, places: Tensor) -> TokenFacts:
@@ -65,6 +90,8 @@ class TokenFacts:
             advantages_N=self.advantages_N[places],
             weights_N=self.weights_N[places],
             sequences_N=self.sequences_N[places],
+            sft_weights_N=None if self.sft_weights_N is None else self.sft_weights_N[places],
+            scores=self.scores.take(places),
         )
 
     def scored(self, logprobs_N: Tensor, entropy_N: Tensor, *, on_policy_version: int | None) -> TokenBatch:
@@ -77,6 +104,8 @@ class TokenFacts:
             weights_N=self.weights_N,
             sequences_N=self.sequences_N,
             on_policy_N=self.versions_N == (-1 if on_policy_version is None else on_policy_version),
+            sft_weights_N=self.sft_weights_N,
+            scores=self.scores,
         )
 
 
@@ -89,7 +118,8 @@ class MicroBatch:
     rows_N: Tensor
     sources_N: Tensor
     targets: Targets
-    facts: TokenFacts
+    rows: list[Row]
+    """In the order of their lines."""
     num_tokens: int
     """Without padding."""
 
@@ -111,15 +141,13 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[
     return parts
 
 
-def micro_batches(
-    rows: Sequence[Row], *, credit: Credit, max_tokens: int, device: torch.device
-) -> Iterator[MicroBatch]:
+def micro_batches(rows: Sequence[Row], *, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
     """Pack rows so that each batch has at most ``max_tokens`` tokens, padding included."""
     for part in plan_micro_batches([row.num_tokens for row in rows], max_tokens=max_tokens):
-        yield _collate([rows[index] for index in part], credit=credit, device=device)
+        yield _collate([rows[index] for index in part], device=device)
 
 
-def _collate(rows: Sequence[Row], *, credit: Credit, device: torch.device) -> MicroBatch:
+def _collate(rows: list[Row], *, device: torch.device) -> MicroBatch:
     width = max(row.num_tokens for row in rows)
     input_ids_BT = np.zeros((len(rows), width), np.int64)
     attention_mask_BT = np.zeros((len(rows), width), np.int64)
@@ -145,14 +173,14 @@ def _collate(rows: Sequence[Row], *, credit: Credit, device: torch.device) -> Mi
             supports_N=supports_N,
             support_table=support_table,
         ),
-        facts=TokenFacts.of(rows, credit=credit, device=device),
+        rows=rows,
         num_tokens=sum(row.num_tokens for row in rows),
     )
 
 
 def _turns(rows: Sequence[Row]) -> NDArray[np.int64]:
-    """The number of each trained token's run; a row's first target is >= 1, so it begins one."""
-    return np.cumsum(np.concatenate([np.diff(row.targets_N, prepend=-1) != 1 for row in rows]))
+    """A number for each trained token's turn, whatever its place in its row: no two rows share one."""
+    return np.cumsum(np.concatenate([np.diff(row.sequences_N, prepend=-1) != 0 for row in rows]))
 
 
 def _repeated(values: Sequence[float], counts: Sequence[int]) -> Tensor:

@@ -2,7 +2,7 @@
 
     checkpoints/POLICY/step-00000012/
         state.safetensors   masters, optimiser moments and counts, by name
-        state.json          step, format, and the sha256 and size of state.safetensors
+        state.json          step, lineage, format, and the sha256 and size of state.safetensors
 
 A checkpoint is written under a hidden name, synced, and renamed: it is there entirely or not at all.
 Loading verifies the checksum before using a byte, and falls back to the next older one.  There is no
@@ -63,6 +63,8 @@ class LoadReport:
     """The step restored; None where there was none to restore."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """Newer ones that are damaged."""
+    lineage: int = 0
+    """The lineage in which the restored step was taken; 0 where there was none to restore."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -88,8 +90,8 @@ class CheckpointStore:
     def path_of(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
 
-    def save(self, trainer: Checkpointable) -> Path:
-        """Write the trainer's state durably, then delete what is not kept.
+    def save(self, trainer: Checkpointable, *, lineage: int = 0) -> Path:
+        """Write the trainer's state of a lineage durably, then delete what is not kept.
 
         Checkpoints of later steps are deleted too: the trainer went back, so they belong to an abandoned
         lineage and must not win on the next start.
@@ -100,7 +102,7 @@ class CheckpointStore:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
-            _write(trainer, temporary)
+            _write(trainer, temporary, lineage=lineage)
             target = self.path_of(step)
             replaced = self._directory / f"{_PARTIAL}{step:08d}-{os.getpid()}-replaced"
             if target.exists():
@@ -124,13 +126,13 @@ class CheckpointStore:
                 continue
             path = self.path_of(step)
             try:
-                tensors = _read(path, step=step)
+                tensors, lineage = _read(path, step=step)
             except DamagedCheckpoint as error:
                 skipped.append(SkippedCheckpoint(path=path, reason=str(error)))
                 logger.warning("checkpoint %s is damaged and was skipped: %s", path, error)
                 continue
             trainer.load_state(tensors, step=step)
-            return LoadReport(step=step, skipped=tuple(skipped))
+            return LoadReport(step=step, skipped=tuple(skipped), lineage=lineage)
         return LoadReport(step=None, skipped=tuple(skipped))
 
     def _prune(self, newest: int) -> None:
@@ -141,13 +143,14 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
 
-def _write(trainer: Checkpointable, folder: Path) -> None:
+def _write(trainer: Checkpointable, folder: Path, *, lineage: int) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.state_tensors().items()}
     save_file(tensors, folder / _TENSORS)
     _sync(folder / _TENSORS)
     scalars = {
         "format": FORMAT,
         "step": trainer.step,
+        "lineage": lineage,
         "files": {_TENSORS: {"sha256": _sha256(folder / _TENSORS), "size": (folder / _TENSORS).stat().st_size}},
     }
     with (folder / _SCALARS).open("w", encoding="utf-8") as file:
@@ -157,11 +160,15 @@ def _write(trainer: Checkpointable, folder: Path) -> None:
     _sync(folder)
 
 
-def _read(path: Path, *, step: int) -> dict[str, Tensor]:
-    """The verified tensors of a checkpoint folder; raises DamagedCheckpoint, or SetupError on another format."""
+def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
+    """The verified tensors and the lineage of a checkpoint folder.
+
+    Raises DamagedCheckpoint, or SetupError on another format.
+    """
     try:
         scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text(encoding="utf-8"))
         form, written = scalars["format"], scalars["step"]
+        lineage = int(scalars.get("lineage", 0))
         wanted_sha, wanted_size = scalars["files"][_TENSORS]["sha256"], scalars["files"][_TENSORS]["size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{_SCALARS} cannot be read ({type(error).__name__}: {error})") from error
@@ -178,7 +185,7 @@ def _read(path: Path, *, step: int) -> dict[str, Tensor]:
             raise DamagedCheckpoint(f"{_TENSORS}: expected {wanted_size} bytes, got {size}")
         if _sha256(path / _TENSORS) != wanted_sha:
             raise DamagedCheckpoint(f"{_TENSORS}: the checksum differs from the one written")
-        return load_file(path / _TENSORS)
+        return load_file(path / _TENSORS), lineage
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{_TENSORS} cannot be read ({error})") from error
 

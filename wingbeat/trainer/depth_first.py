@@ -34,7 +34,7 @@ from wingbeat.trainer.tree_scorer import add_at, edge_targets, gather
 
 RowsLoss = Callable[[Ints, Tensor, Tensor], Tensor]
 """The part of the loss that some whole rows contribute: from the places of their tokens among all N, and those
-tokens' logprobs and entropies.  Called once for every row that trains."""
+tokens' logprobs and entropies, either of which it may train.  Called once for every row that trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class _Frame:
     piece: Piece
     hidden_TH: Tensor
     logprobs: Tensor
+    entropy: Tensor
     edges: slice
 
 
@@ -157,7 +158,8 @@ class _Walk:
         self._path = _Path(capacity=max((piece.end for piece in pieces), default=0))
         weight: Tensor = logprobs.model.get_input_embeddings().weight
         empty = torch.zeros(len(plan.edges), dtype=torch.promote_types(weight.dtype, torch.float32), device=device)
-        self.logprobs_E, self.entropy_E, self._grads_E = empty, empty.clone(), empty.clone()
+        self.logprobs_E, self.entropy_E = empty, empty.clone()
+        self._grads_E, self._entropy_grads_E = empty.clone(), empty.clone()
         self.loss = empty.new_zeros(())
 
     def descend(self, piece: Piece) -> None:
@@ -175,16 +177,20 @@ class _Walk:
         targets = self._targets.take(np.arange(first, last))
         logprobs, entropy = self._model.score(gather(hidden_TH, sources), targets)
         self.logprobs_E[first:last], self.entropy_E[first:last] = logprobs.detach(), entropy.detach()
-        self._frames.append(_Frame(piece, hidden_TH, logprobs, slice(first, last)))
+        self._frames.append(_Frame(piece, hidden_TH, logprobs, entropy, slice(first, last)))
 
     def add_loss(self, places_N: Ints, *, loss_of: RowsLoss) -> None:
         """Take the loss of rows that are complete, and what it wants of their edges."""
         edges = self._tensor(self._plan.edge_N[places_N])
         logprobs = self.logprobs_E[edges].requires_grad_(torch.is_grad_enabled())
-        part = loss_of(places_N, logprobs, self.entropy_E[edges])
-        if torch.is_grad_enabled():
-            (grads,) = torch.autograd.grad(part, logprobs)
-            add_at(self._grads_E, edges, grads)
+        entropy = self.entropy_E[edges].requires_grad_(torch.is_grad_enabled() and self._model.entropy_gradient)
+        part = loss_of(places_N, logprobs, entropy)
+        trained = ((logprobs, self._grads_E), (entropy, self._entropy_grads_E))
+        leaves = [(values, grads_E) for values, grads_E in trained if values.requires_grad]
+        if leaves:
+            found = torch.autograd.grad(part, [values for values, _ in leaves], materialize_grads=True)
+            for grads, (_, grads_E) in zip(found, leaves, strict=True):
+                add_at(grads_E, edges, grads)
         self.loss += part.detach()
 
     def ascend(self, *, until: int) -> None:
@@ -192,7 +198,11 @@ class _Walk:
         while self._frames and self._frames[-1].piece.tout <= until:
             frame = self._frames.pop()
             # Also without a gradient of its own the piece must run backward, for what the pieces below want of it.
-            roots = ((frame.hidden_TH, torch.zeros_like(frame.hidden_TH)), (frame.logprobs, self._grads_E[frame.edges]))
+            roots = (
+                (frame.hidden_TH, torch.zeros_like(frame.hidden_TH)),
+                (frame.logprobs, self._grads_E[frame.edges]),
+                (frame.entropy, self._entropy_grads_E[frame.edges]),
+            )
             needed = [(tensor, grad) for tensor, grad in roots if tensor.requires_grad]
             if needed:
                 torch.autograd.backward([tensor for tensor, _ in needed], [grad for _, grad in needed])

@@ -89,16 +89,24 @@ class LogprobModel:
     Construction proves on random tokens that decoder, head and logit transform together give the
     model's own logits, and refuses the model by name (SetupError) if not: a model that does something
     else to its logits would otherwise train on wrong probabilities.
+
+    ``entropy_gradient`` gives entropies a gradient.  ``vocabulary`` is the number of logits of another model whose
+    tokens this one scores: heads are padded to sizes of their own, so logits behind it are left out, and tokens
+    that this model lacks are impossible (logprob -inf).
     """
 
-    def __init__(self, model: Any, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: Any, *, chunk_tokens: int, entropy_gradient: bool = False, vocabulary: int | None = None
+    ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
         self._model = model
+        self._entropy_gradient = entropy_gradient
         self._decoder = _decoder_of(model)
         self._transform = LogitTransform.of(model.config)
         self._chunk_tokens = chunk_tokens
         self._probe_head()
+        self._vocabulary = vocabulary or self._vocabulary
         self._needs_mask = self._probe_padding()
 
     @property
@@ -115,6 +123,11 @@ class LogprobModel:
         """The number of logits."""
         return self._vocabulary
 
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether entropies have a gradient."""
+        return self._entropy_gradient
+
     def __call__(
         self, input_ids_BT: Tensor, *, attention_mask_BT: Tensor, rows_N: Tensor, sources_N: Tensor, targets: Targets
     ) -> tuple[Tensor, Tensor]:
@@ -129,7 +142,8 @@ class LogprobModel:
     def score(self, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [N] of the targets that these hidden states explain.
 
-        Both are of the distribution over the target's support.  The entropy carries no gradient.
+        Both are of the distribution over the target's support.  The entropy carries a gradient where that was
+        asked for.
         """
         restricted_N = targets.supports_N >= 0
         if not restricted_N.any():
@@ -174,19 +188,24 @@ class LogprobModel:
         self, hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor, blobs_C: list[bytes]
     ) -> tuple[Tensor, Tensor]:
         """One chunk: the only place where [chunk, V] logits exist."""
-        logits_CV = self._logits(hidden_CH)
+        logits_CV = self._fitted(self._logits(hidden_CH))
         scaled_CV = logits_CV / temperatures_C.to(logits_CV.dtype)[:, None]
         allowed_CV = self._allowed(blobs_C, device=scaled_CV.device) if blobs_C else None
         if allowed_CV is not None:
             scaled_CV = scaled_CV.masked_fill(~allowed_CV, -math.inf)
         normaliser_C = scaled_CV.logsumexp(-1)
         logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C
-        with torch.no_grad():
-            terms_CV = torch.softmax(scaled_CV, -1) * scaled_CV
-            if allowed_CV is not None:
-                terms_CV.masked_fill_(~allowed_CV, 0.0)  # 0 * -inf
-            entropy_C = normaliser_C - terms_CV.sum(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._entropy_gradient):
+            # Impossible tokens: 0 * -inf, in the gradient, too.
+            finite_CV = scaled_CV if allowed_CV is None else scaled_CV.masked_fill(~allowed_CV, 0.0)
+            entropy_C = normaliser_C - (torch.softmax(scaled_CV, -1) * finite_CV).sum(-1)
         return logprobs_C, entropy_C
+
+    def _fitted(self, logits_CV: Tensor) -> Tensor:
+        lacking = self._vocabulary - logits_CV.shape[-1]
+        if lacking <= 0:
+            return logits_CV[:, : self._vocabulary]
+        return nn.functional.pad(logits_CV, (0, lacking), value=-math.inf)
 
     def _allowed(self, blobs_C: list[bytes], *, device: torch.device) -> Tensor:
         """[C, V] which tokens could have been drawn, put together on the device: the blobs are small, this is not."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from wingbeat.core.config.schema import TrainerConfig
+from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError, WingbeatError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -115,7 +115,7 @@ class PolicyOptimizer:
 
         Raises SetupError where names, shapes or dtypes are those of another model.
         """
-        self._check(tensors)
+        self.check_state(tensors)
         self._adamw.state.clear()
         for name, master in self._masters.items():
             with torch.no_grad():
@@ -126,7 +126,8 @@ class PolicyOptimizer:
                 self._adamw.state[master] = {"step": tensors[f"step.{name}"].to("cpu", copy=True), **state}
         self._round_to_parameters()
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises SetupError where :meth:`load_state_tensors` would, and changes nothing."""
         wanted = {_MASTER + name: master for name, master in self._masters.items()}
         stepped = any(name.startswith("step.") for name in tensors)
         names = set(wanted)

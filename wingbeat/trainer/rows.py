@@ -33,6 +33,12 @@ class Row:
     supports_N: NDArray[np.int32]
     """Each trained token's place in ``support_table``, -1 for the whole vocabulary."""
     support_table: tuple[bytes, ...] = ()
+    index: int = 0
+    """Its place among the batch's rows, by which per-token values are looked up."""
+    turn_ids: tuple[str, ...] = ()
+    """The turns that train here, in order."""
+    turn_starts: tuple[int, ...] = ()
+    """The position of each turn's first sampled token, trained or not."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +47,22 @@ class Row:
     @property
     def num_trained(self) -> int:
         return len(self.targets_N)
+
+    @property
+    def turns_N(self) -> NDArray[np.int64]:
+        """Each trained token's turn, as its place in ``turn_ids``.  Raises ValueError where the sample does not say."""
+        places_N = np.searchsorted(np.asarray(self.turn_starts, np.int64), self.targets_N, side="right") - 1
+        if len(self.turn_starts) != len(self.turn_ids) or (places_N < 0).any():
+            raise ValueError(
+                f"row {self.index}: expected a turn for each trained token, got {len(self.turn_starts)} starts for "
+                f"{len(self.turn_ids)} turns; the sample is damaged, or older than credit per turn"
+            )
+        return places_N
+
+    @property
+    def sequences_N(self) -> NDArray[np.int64]:
+        """A number for each trained token's turn, ascending; of its run of trained tokens where no turn is named."""
+        return self.turns_N if self.turn_starts else np.cumsum(np.diff(self.targets_N, prepend=-1) != 1)
 
     @property
     def explaining_T(self) -> NDArray[np.int32]:
@@ -58,14 +80,14 @@ def build_rows(episodes: Sequence[EpisodeSamples], *, vocabulary: int) -> list[R
     ``vocabulary`` is the number of logits.  Raises ValueError where a temperature is not above 0 or a
     support is damaged.
     """
+    samples = [(number, sample) for number, episode in enumerate(episodes) for sample in episode.samples]
     return [
-        _build_row(sample, index, vocabulary=vocabulary)
-        for index, episode in enumerate(episodes)
-        for sample in episode.samples
+        _build_row(sample, index, episode=episode, vocabulary=vocabulary)
+        for index, (episode, sample) in enumerate(samples)
     ]
 
 
-def _build_row(sample: TrainingSample, episode: int, *, vocabulary: int) -> Row:
+def _build_row(sample: TrainingSample, index: int, *, episode: int, vocabulary: int) -> Row:
     if not (np.isfinite(sample.temperature) and sample.temperature > 0):
         raise ValueError(
             f"sample {sample.sample_id}: expected a temperature above 0, got {sample.temperature}; "
@@ -87,6 +109,9 @@ def _build_row(sample: TrainingSample, episode: int, *, vocabulary: int) -> Row:
         num_excluded=int(sampled_T.sum()) - len(targets_N),
         supports_N=supports_T[targets_N],
         support_table=sample.support_table,
+        index=index,
+        turn_ids=sample.turn_ids,
+        turn_starts=sample.turn_starts,
     )
 
 

@@ -2,7 +2,8 @@
 
 One :meth:`PolicyTrainer.train_step` turns a batch into the next policy version:
 
-    episodes ─▶ advantages (per episode) ─▶ token weights (global denominators) ─▶ rows
+    episodes ─▶ rows ─▶ scores and values, where needed (no gradient) ─▶ advantages (per trained token)
+             ─▶ token weights (global denominators) ─▶ updates
     for each update:  rows, trees ─▶ logprobs ─▶ loss ─▶ backward;  clip, AdamW
 
 The step is a pure function of weights, optimiser state and batch: whatever is random in it is seeded by
@@ -13,32 +14,32 @@ float32 on one device, and no random state needs to be saved.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from wingbeat.core.config.schema import LoraConfig, PolicyConfig
+from wingbeat.core.config import LoraConfig, PolicyConfig
 from wingbeat.core.errors import ConflictError, RequestError, SetupError
 from wingbeat.core.ports import Clock
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.trainer.advantages import compute_advantages, shuffled_advantages
-from wingbeat.trainer.batching import Credit
+from wingbeat.trainer.assignment import Evidence, assign_credit
+from wingbeat.trainer.critic import CRITIC, Critic
 from wingbeat.trainer.export import export_model
 from wingbeat.trainer.logprobs import LogprobModel
-from wingbeat.trainer.losses import LossConfig, Totals, token_weight
-from wingbeat.trainer.models import load_model
+from wingbeat.trainer.loss_config import LossConfig
 from wingbeat.trainer.optimizer import PolicyOptimizer, lr_at
-from wingbeat.trainer.report import batch_metrics
-from wingbeat.trainer.rows import Row, build_rows, split_by_group
-from wingbeat.trainer.update import GradientPass, PassResult, Update
+from wingbeat.trainer.report import advantage_metrics, batch_metrics
+from wingbeat.trainer.rows import build_rows
+from wingbeat.trainer.scoring import PolicyUnderTraining, Scoring
+from wingbeat.trainer.trainable import load_trainable
+from wingbeat.trainer.update import GradientPass, PassResult
+from wingbeat.trainer.updates import Update, plan_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class StepResult:
 
     metrics: dict[str, float]
     advantages: dict[str, float]
-    """The advantage that was trained, per "episode_id:attempt:agent"."""
+    """What was trained, per "episode_id:attempt:agent": the advantage, or its mean over the trained tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +84,27 @@ class PolicyTrainer:
         self._device = torch.device(device)
         self._loss_config = LossConfig.resolve(config.trainer, context_tokens=config.context_tokens)
         self._step = 0
-        base: Any = load_model(source, dtype=dtype, device=self._device).model
-        base.eval()
-        base.requires_grad_(self._lora is None)
-        self._model: Any = base if self._lora is None else _add_adapters(base, lora=self._lora, seed=seed)
-        if config.trainer.gradient_checkpointing:
-            _checkpoint_gradients(base)
-        self._logprobs = LogprobModel(base, chunk_tokens=config.trainer.logprob_chunk_tokens)
+        loaded = load_trainable(source, config=config, seed=seed, device=self._device, dtype=dtype)
+        self._model: Any = loaded.model
+        self._logprobs = LogprobModel(
+            loaded.base,
+            chunk_tokens=config.trainer.logprob_chunk_tokens,
+            entropy_gradient=self._loss_config.entropy_coef > 0,
+        )
         self._pass = GradientPass(
             self._logprobs, config=config.trainer, loss_config=self._loss_config, device=self._device
         )
+        policy = PolicyUnderTraining(
+            self._model, self._pass.forwards, source, self._logprobs.vocabulary, self._device, dtype
+        )
+        self._scoring = Scoring(policy, config=config, loss_config=self._loss_config)
         self._optimizer = PolicyOptimizer(
             {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad},
             config=config.trainer,
         )
+        self._critic: Critic | None = None
+        if config.trainer.algorithm == "ppo":
+            self._critic = Critic(source, config=config, seed=seed, device=self._device, dtype=dtype)
 
     @property
     def step(self) -> int:
@@ -121,9 +129,9 @@ class PolicyTrainer:
     def train_step(self, batch: TrainingBatch, *, clock: Clock = time.perf_counter) -> StepResult:
         """Move the policy from version ``batch.step - 1`` to ``batch.step``.
 
-        Episodes with advantage zero are not forwarded: their gradient is zero, and they count in every
-        denominator all the same.  ``entropy``, ``mismatch_kl``, ``clip_ratio/*`` and ``ratio/max`` are over
-        tokens with an advantage (over all trained tokens, without gradient, in an update that has none).
+        Samples that nothing trains (:meth:`GradientPass.run`) are not forwarded, and count in every
+        denominator all the same.  ``entropy``, ``mismatch_kl``, ``kl``, ``clip_ratio/*`` and ``ratio/max`` are over the
+        tokens of the others (over all trained tokens, without gradient, in an update that has none).
         ``loss`` and ``grad_norm`` are means over the updates.  ``perf/row_tokens`` counts the tokens of the samples
         that were trained, ``perf/forward_tokens`` those that were forwarded for them, ``tree/sharing`` is the
         quotient, and ``perf/tokens_per_s`` is of the former.
@@ -134,27 +142,38 @@ class PolicyTrainer:
         started = clock()
         self._check(batch)
         rows = build_rows(batch.episodes, vocabulary=self._logprobs.vocabulary)
-        advantages = self._advantages(batch)
         lr = lr_at(batch.step, config=self._config, total_steps=self._total_steps)
         with self._seeded(batch.seed):
-            results = [self._update(update, lr=lr) for update in self._updates(batch, rows=rows, advantages=advantages)]
+            scores = self._scoring.score(rows)
+            evidence = Evidence(
+                penalties_N=self._scoring.penalties(scores),
+                values_N=self._critic.values(rows) if self._critic else (),
+            )
+            assigned = assign_credit(batch.episodes, rows, config=self._config, evidence=evidence, seed=batch.seed)
+            frozen = self._critic is not None and batch.step <= self._critic.warmup_steps
+            updates = plan_updates(
+                batch,
+                rows=rows,
+                advantages_N=assigned.advantages_N,
+                scores=scores,
+                config=self._loss_config,
+                parts=self._config.updates_per_batch,
+            )
+            results = [self._update(update, lr=lr, frozen=frozen) for update in updates]
+            fitted = self._critic.fit(rows, assigned, values_N=evidence.values_N) if self._critic else {}
         self._step = batch.step
         elapsed = clock() - started
         done = sum((result.done for result in results), PassResult())
-        metrics = batch_metrics(batch, rows=rows) | done.stats.metrics()
+        metrics = batch_metrics(batch, rows=rows) | advantage_metrics(assigned.advantages_N) | done.stats.metrics()
+        metrics |= fitted | _pace(done, elapsed_s=elapsed)
         metrics |= {
             "loss": done.loss / len(results),
             "grad_norm": sum(result.grad_norm for result in results) / len(results),
-            "lr": lr,
-            "time/train_s": elapsed,
-            "perf/tokens_per_s": done.row_tokens / elapsed if elapsed > 0 else 0.0,
-            "perf/row_tokens": float(done.row_tokens),
-            "perf/forward_tokens": float(done.forward_tokens),
-            "tree/sharing": done.row_tokens / done.forward_tokens if done.forward_tokens else 1.0,
+            "lr": 0.0 if frozen else lr,
             "tree/supported": float(self._pass.supports_trees),
         }
         keys = [f"{episode.episode_id}:{episode.attempt}:{episode.agent}" for episode in batch.episodes]
-        return StepResult(metrics=metrics, advantages=dict(zip(keys, advantages, strict=True)))
+        return StepResult(metrics=metrics, advantages=dict(zip(keys, assigned.episodes, strict=True)))
 
     def published_tensors(self) -> dict[str, Tensor]:
         """What receivers need of this version; live tensors, so write them before the next step.
@@ -179,11 +198,21 @@ class PolicyTrainer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors that later steps depend on, for an exact-resume checkpoint."""
-        return self._optimizer.state_tensors()
+        return self._optimizer.state_tensors() | (self._critic.state_tensors() if self._critic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Go to a checkpoint's state.  Raises SetupError, changing nothing, if it is of another policy."""
-        self._optimizer.load_state_tensors(tensors)
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(CRITIC)}
+        if (self._critic is not None) != (len(own) < len(tensors)):
+            raise SetupError(
+                f"the checkpoint is not of this policy: algorithm {self._config.algorithm!r} has "
+                f"{'a' if self._critic else 'no'} critic, the checkpoint {'none' if self._critic else 'one'}; "
+                "use the algorithm it was made with, or another run directory"
+            )
+        self._optimizer.check_state(own)
+        if self._critic is not None:
+            self._critic.load_state(tensors)
+        self._optimizer.load_state_tensors(own)
         self._step = step
 
     def _check(self, batch: TrainingBatch) -> None:
@@ -202,40 +231,11 @@ class PolicyTrainer:
                     f"episode {episode.episode_id!r} is of {episode.policy!r}"
                 )
 
-    def _advantages(self, batch: TrainingBatch) -> list[float]:
-        config = self._config
-        advantages = compute_advantages(batch.episodes, algorithm=config.algorithm, eps=config.advantage_eps)
-        if config.control == "shuffled_advantages":
-            return shuffled_advantages(advantages, seed=batch.seed)
-        return advantages
-
-    def _updates(self, batch: TrainingBatch, *, rows: Sequence[Row], advantages: list[float]) -> list[Update]:
-        """Split the batch; each update has its own denominators, known before its first forward."""
-        parts = split_by_group(batch.episodes, parts=self._config.updates_per_batch, seed=batch.seed)
-        tokens = [0] * len(batch.episodes)
-        for row in rows:
-            tokens[row.episode] += row.num_trained
-        updates: list[Update] = []
-        for part in parts:
-            totals = Totals(num_episodes=len(part), num_tokens=sum(tokens[index] for index in part))
-            weights = [0.0] * len(batch.episodes)
-            for index in part:
-                if tokens[index]:
-                    weights[index] = token_weight(self._loss_config, episode_tokens=tokens[index], totals=totals)
-            updates.append(
-                Update(
-                    rows=[row for row in rows if row.num_trained and weights[row.episode]],
-                    credit=Credit(advantages=advantages, weights=weights),
-                    on_policy_version=None if updates else batch.step - 1,
-                )
-            )
-        return updates
-
-    def _update(self, update: Update, *, lr: float) -> UpdateResult:
-        """Gather the gradient over forwards and take one optimiser step."""
+    def _update(self, update: Update, *, lr: float, frozen: bool) -> UpdateResult:
+        """Gather the gradient over forwards and take one optimiser step, unless the policy is ``frozen``."""
         self._optimizer.zero_grad()
-        done = self._pass.run(update)
-        return UpdateResult(done, grad_norm=self._optimizer.step(lr))
+        done = self._pass.run(update, measure=frozen)
+        return UpdateResult(done, grad_norm=0.0 if frozen else self._optimizer.step(lr))
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -247,37 +247,11 @@ class PolicyTrainer:
             yield
 
 
-def _add_adapters(base: Any, *, lora: LoraConfig, seed: int) -> Any:
-    """Wrap ``base`` with freshly initialised adapters: random A from ``seed``, zero B."""
-    settings = PeftLoraConfig(
-        r=lora.rank,
-        # PEFT divides by the rank; integers and floats are both accepted.
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules=lora.targets,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        try:
-            return get_peft_model(base, settings).eval()
-        except ValueError as error:
-            raise SetupError(
-                f"lora.targets {lora.targets!r} do not fit {type(base).__name__}: {error}; name its linear modules"
-            ) from error
-
-
-def _checkpoint_gradients(base: Any) -> None:
-    """Recompute each layer in the backward pass.
-
-    Transformers checkpoints only layers in training mode, so that mode is set on the layers themselves and
-    on none of their sub-modules: dropout stays off.
-    """
-    base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise SetupError(
-            f"gradient_checkpointing: {type(base).__name__} has no layers that support it; switch it off in the config"
-        )
-    for layer in layers:
-        layer.training = True
+def _pace(done: PassResult, *, elapsed_s: float) -> dict[str, float]:
+    return {
+        "time/train_s": elapsed_s,
+        "perf/tokens_per_s": done.row_tokens / elapsed_s if elapsed_s > 0 else 0.0,
+        "perf/row_tokens": float(done.row_tokens),
+        "perf/forward_tokens": float(done.forward_tokens),
+        "tree/sharing": done.row_tokens / done.forward_tokens if done.forward_tokens else 1.0,
+    }

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,12 @@ from wingbeat.weights.checksum import describe, tensors_checksum
 
 _HEADER_ROOM_BYTES = 2**20
 _TEMPORARY = ".partial"
+_SHOWN = 16
+"""Digits of the checksum in a file's name."""
+
+
+class NoRoom(SetupError):
+    """The folder takes no more weights now; it may once older versions are released, or somebody makes room."""
 
 
 class WeightPublisher:
@@ -63,7 +70,7 @@ class WeightPublisher:
         """Write one version and describe it.
 
         Raises ValueError where ``kind`` and ``adapter`` contradict each other or there is nothing to
-        publish, and SetupError where the folder has no room.
+        publish, and NoRoom where the folder has no room.
         """
         if (kind == "adapter") != (adapter is not None):
             raise ValueError(f"kind {kind!r} needs {'an' if kind == 'adapter' else 'no'} AdapterInfo, got {adapter!r}")
@@ -71,7 +78,7 @@ class WeightPublisher:
             raise ValueError(f"policy {self._policy!r} version {version}: there are no tensors to publish")
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         checksum = tensors_checksum(ready)
-        path = self._directory / f"{self._policy}-{version:08d}-{checksum[:16]}.safetensors"
+        path = self._directory / f"{self._policy}-{version:08d}-{checksum[:_SHOWN]}.safetensors"
         self._write(ready, path)
         self._paths.setdefault(version, set()).add(path)
         return Manifest(
@@ -87,10 +94,17 @@ class WeightPublisher:
             adapter=adapter,
         )
 
-    def release(self, version: int) -> None:
-        """Delete a version's file; receivers that mapped it keep their memory.  Unknown versions are fine."""
-        for path in self._paths.pop(version, set()):
+    def release(self, version: int, *, checksum: str = "") -> None:
+        """Delete a version's files, or the one of a checksum; receivers that mapped it keep their memory.
+
+        Versions come again after a rollback, so one may have several files.  Unknown ones are fine.
+        """
+        paths = self._paths.get(version, set())
+        for path in [path for path in paths if path.stem.endswith(checksum[:_SHOWN])]:
             path.unlink(missing_ok=True)
+            paths.discard(path)
+        if not paths:
+            self._paths.pop(version, None)
 
     def close(self) -> None:
         """Delete every version, and the folder if that leaves it empty.  May be called twice."""
@@ -111,7 +125,7 @@ class WeightPublisher:
         needed = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM_BYTES
         free = shutil.disk_usage(self._directory).free
         if free < needed:
-            raise SetupError(
+            raise NoRoom(
                 f"publishing policy {self._policy!r} needs {needed} bytes in {self._directory}, which has {free}; "
                 "free some, or publish to another folder"
             )
@@ -119,6 +133,8 @@ class WeightPublisher:
         try:
             save_file(tensors, temporary)
             os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:  # somebody else was faster, or a quota is reached
+            raise NoRoom(f"cannot publish policy {self._policy!r} to {self._directory}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)
 

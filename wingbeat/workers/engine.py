@@ -55,6 +55,8 @@ class Hosted:
     engine: EmbeddedEngine
     model: PreTrainedModel
     merger: AdapterMerger | None = None
+    lineage: int = 0
+    """Of the engine's policy version."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Span:
     """Tokens of one request that one policy version sampled."""
 
     version: int
+    lineage: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
@@ -77,7 +80,12 @@ class Span:
 
     def chunk(self, request_id: str) -> TokenChunk:
         return TokenChunk(
-            request_id, tuple(self.token_ids), tuple(self.logprobs), self.version, supports=tuple(self.supports)
+            request_id,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.version,
+            supports=tuple(self.supports),
+            lineage=self.lineage,
         )
 
 
@@ -90,13 +98,14 @@ class Flight:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, event: TokenEvent) -> None:
-        if not self.spans or self.spans[-1].version != event.policy_version:
-            self.spans.append(Span(event.policy_version))
+        sampled_by = (event.policy_version, self.model.lineage)
+        if not self.spans or (self.spans[-1].version, self.spans[-1].lineage) != sampled_by:
+            self.spans.append(Span(*sampled_by))
         self.spans[-1].add(event)
 
     def drain(self, request_id: str, finish: FinishReason | None, error: str = "") -> list[TokenChunk]:
         """Everything gathered, the last chunk carrying the end of the request."""
-        spans, self.spans = self.spans or [Span(self.model.engine.policy_version)], []
+        spans, self.spans = self.spans or [Span(self.model.engine.policy_version, self.model.lineage)], []
         chunks = [span.chunk(request_id) for span in spans]
         chunks[-1] = msgspec.structs.replace(chunks[-1], finish=finish, error=error)
         return chunks
@@ -207,7 +216,7 @@ class EngineWorker:
         if hosted is None:
             hosted = self._live[manifest.policy] = self._load(self._specs[manifest.policy])
         self._apply(hosted, manifest)
-        self._send(WeightsServed(policy=manifest.policy, version=manifest.version, checksum=manifest.checksum))
+        self._send_served(manifest)
 
     def _on_pin(self, message: PinVersion) -> None:
         manifest = message.manifest
@@ -219,8 +228,17 @@ class EngineWorker:
             hosted = self._load(self._specs[manifest.policy])
             self._apply(hosted, manifest)
             self._pinned[key] = hosted
+        self._send_served(manifest, pinned=True)
+
+    def _send_served(self, manifest: Manifest, *, pinned: bool = False) -> None:
         self._send(
-            WeightsServed(policy=manifest.policy, version=manifest.version, checksum=manifest.checksum, pinned=True)
+            WeightsServed(
+                policy=manifest.policy,
+                version=manifest.version,
+                checksum=manifest.checksum,
+                pinned=pinned,
+                lineage=manifest.lineage,
+            )
         )
 
     def _on_unpin(self, message: UnpinVersion) -> None:
@@ -286,6 +304,7 @@ class EngineWorker:
         if not manifest.path:  # a frozen policy: the folder's own weights
             return
         tensors = load(manifest, host_id=self._host_id)
+        hosted.lineage = manifest.lineage
         if manifest.adapter is None:
             hosted.engine.update_weights(tensors, policy_version=manifest.version)
             return

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import SafetensorError
 
 from wingbeat.core.config import PolicyConfig
-from wingbeat.core.errors import WingbeatError
+from wingbeat.core.errors import UnavailableError, WingbeatError
 from wingbeat.core.worker_protocol import (
     AdapterInfo,
+    BeginLineage,
     CheckpointSaved,
     Export,
     Exported,
@@ -37,7 +40,7 @@ from wingbeat.core.worker_protocol import (
 from wingbeat.trainer.checkpoint import CheckpointStore
 from wingbeat.trainer.single import PolicyTrainer
 from wingbeat.weights.host import run_weights_dir
-from wingbeat.weights.publish import WeightPublisher
+from wingbeat.weights.publish import NoRoom, WeightPublisher
 from wingbeat.workers.link import Connected, Disconnected, Inbound
 from wingbeat.workers.main import WorkerArguments, resolve_device, run_worker
 
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 VERSIONS_HELD = 3
 """Live, being published, and pinned for an evaluation: what must fit into shared memory at once."""
+PUBLISH_RETRY_S = 1.0
+"""Between attempts to publish into a full folder."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,12 @@ class Hosted:
     checkpoints: CheckpointStore
     publisher: WeightPublisher
     manifest: Manifest
+    lineage: int = 0
+    """Of the weights: that of the last step, or one that has only begun."""
+    base_lineage: int = 0
+    """The lineage before it, where it has only begun."""
+    has_failed: bool = False
+    """The last step failed, so the weights may be half a step further than they are called."""
     last_done: StepDone | None = None
     """Said again after a reconnection: control may not have lived to hear it."""
 
@@ -63,10 +74,15 @@ class Hosted:
 class TrainerWorker:
     """The compute side: executes control's commands one by one."""
 
-    def __init__(self, host_id: str, send: Callable[..., None]) -> None:
+    def __init__(self, host_id: str, send: Callable[..., None], *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._host_id = host_id
         self._send = send
+        self._sleep = sleep
         self._hosted: Hosted | None = None
+        self._welcome: Welcome | None = None
+        self._receive: Callable[..., list[Inbound]] = lambda **how: []
+        self._deferred: list[Inbound] = []
+        """Came while weights could not be published; handled after that."""
         self._busy_s = 0.0
         self._stopped = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -76,14 +92,17 @@ class TrainerWorker:
             SaveCheckpoint: self._on_save,
             Export: self._on_export,
             ReleaseVersion: self._on_release,
+            BeginLineage: self._on_begin_lineage,
             Shutdown: self._on_shutdown,
         }
 
     def run(self, receive: Callable[..., list[Inbound]]) -> None:
         """Serve until told to shut down."""
+        self._receive = receive
         try:
             while not self._stopped:
-                for message in receive(block=True):
+                deferred, self._deferred = self._deferred, []
+                for message in [*deferred, *receive(block=not deferred)]:
                     started = time.perf_counter()
                     self._handlers[type(message)](message)
                     self._busy_s += time.perf_counter() - started
@@ -97,42 +116,52 @@ class TrainerWorker:
         return Heartbeat(busy_s=busy)
 
     def _on_connected(self, message: Connected) -> None:
+        self._welcome = message.welcome
         if self._hosted is None:
             self._hosted = self._load(message.welcome)
         hosted = self._hosted
-        self._send(TrainerReady(policy=hosted.spec.name, step=hosted.trainer.step, manifest=hosted.manifest))
+        self._send_ready(hosted)
         if hosted.last_done is not None:
             self._send(hosted.last_done)
+
+    def _send_ready(self, hosted: Hosted) -> None:
+        self._send(
+            TrainerReady(
+                policy=hosted.spec.name,
+                step=hosted.trainer.step,
+                manifest=hosted.manifest,
+                base_lineage=hosted.base_lineage,
+            )
+        )
 
     def _load(self, welcome: Welcome) -> Hosted:
         """Build the policy from its folder, restore the last checkpoint, publish what it then is."""
         (spec,) = welcome.policies
         config = PolicyConfig.model_validate(spec.config)
-        trainer = PolicyTrainer(
-            Path(spec.model),
-            config=config,
-            total_steps=welcome.total_steps,
-            seed=welcome.seed,
-            device=resolve_device(config.trainer.device),
-            dtype=getattr(torch, config.dtype),
-        )
+        trainer = build_trainer(welcome)
         checkpoints = CheckpointStore(
             Path(welcome.run_dir) / "checkpoints" / spec.name, keep=config.trainer.keep_checkpoints
         )
-        checkpoints.load_latest(trainer)
+        lineage = checkpoints.load_latest(trainer).lineage
         version_bytes = sum(tensor.nbytes for tensor in trainer.published_tensors().values())
         folder = run_weights_dir(welcome.run_dir, min_free_bytes=VERSIONS_HELD * version_bytes)
         publisher = WeightPublisher(folder, host_id=self._host_id, policy=spec.name)
-        return Hosted(spec, trainer, checkpoints, publisher, _publish(spec, trainer, publisher))
+        manifest = _publish(spec, trainer, publisher, lineage=lineage)
+        return Hosted(spec, trainer, checkpoints, publisher, manifest, lineage=lineage, base_lineage=lineage)
 
     def _on_train_step(self, message: TrainStep) -> None:
         hosted = self._require()
         batch = message.batch
 
         def step() -> None:
+            if hosted.has_failed:
+                raise UnavailableError(f"step {batch.step} is not taken: a step before it failed")
             started = time.time()
+            hosted.has_failed = True  # unless it succeeds
             result = hosted.trainer.train_step(batch)
-            hosted.manifest = _publish(hosted.spec, hosted.trainer, hosted.publisher)
+            hosted.has_failed = False
+            hosted.lineage = hosted.base_lineage = batch.lineage
+            hosted.manifest = self._publish_when_there_is_room(hosted)
             hosted.last_done = StepDone(
                 policy=batch.policy,
                 batch_id=batch.batch_id,
@@ -147,12 +176,61 @@ class TrainerWorker:
 
         self._guard("train_step", step)
 
+    def _publish_when_there_is_room(self, hosted: Hosted) -> Manifest:
+        """A full folder does not undo a step: control is told, and it is tried again until there is room.
+
+        Meanwhile versions are released, which makes room; all else waits its turn.  Raises UnavailableError
+        where this process is told to end first.
+        """
+        is_told = False
+        while True:
+            try:
+                return _publish(hosted.spec, hosted.trainer, hosted.publisher, lineage=hosted.lineage)
+            except NoRoom as error:
+                if not is_told:
+                    self._send(Failed(policy=hosted.spec.name, command="publish_weights", error=str(error)))
+                is_told = True
+            for message in self._receive(block=False):
+                if isinstance(message, ReleaseVersion | Shutdown):
+                    self._handlers[type(message)](message)
+                else:
+                    self._deferred.append(message)
+            if self._stopped:
+                raise UnavailableError("told to end before there was room for the weights")
+            self._sleep(PUBLISH_RETRY_S)
+
+    def _on_begin_lineage(self, message: BeginLineage) -> None:
+        hosted = self._require()
+
+        def begin() -> None:
+            if hosted.has_failed:
+                self._reload(hosted)
+            hosted.base_lineage, hosted.lineage = hosted.lineage, message.lineage
+            hosted.manifest = msgspec.structs.replace(hosted.manifest, lineage=message.lineage)
+            hosted.last_done = None
+            self._send_ready(hosted)
+
+        self._guard("begin_lineage", begin)
+
+    def _reload(self, hosted: Hosted) -> None:
+        """Back to the last checkpoint, or to the beginning."""
+        assert self._welcome is not None
+        report = hosted.checkpoints.load_latest(hosted.trainer)
+        if report.step is None:
+            hosted.trainer = build_trainer(self._welcome)
+        hosted.lineage, hosted.has_failed = report.lineage, False
+        hosted.manifest = self._publish_when_there_is_room(hosted)
+
     def _on_save(self, message: SaveCheckpoint) -> None:
         hosted = self._require()
 
         def save() -> None:
-            path = hosted.checkpoints.save(hosted.trainer)
-            self._send(CheckpointSaved(policy=message.policy, step=hosted.trainer.step, path=str(path)))
+            if hosted.has_failed:
+                raise UnavailableError("the last step failed: there is nothing whole to save")
+            path = hosted.checkpoints.save(hosted.trainer, lineage=hosted.lineage)
+            self._send(
+                CheckpointSaved(policy=message.policy, step=hosted.trainer.step, path=str(path), lineage=hosted.lineage)
+            )
 
         self._guard("save_checkpoint", save)
 
@@ -171,7 +249,7 @@ class TrainerWorker:
         self._guard("export", export)
 
     def _on_release(self, message: ReleaseVersion) -> None:
-        self._require().publisher.release(message.version)
+        self._require().publisher.release(message.version, checksum=message.checksum)
 
     def _on_shutdown(self, message: Shutdown) -> None:
         self._stopped = True
@@ -184,22 +262,37 @@ class TrainerWorker:
         """Run a command; a failure is reported by name, and the process goes on."""
         try:
             action()
-        except (WingbeatError, OSError, RuntimeError, ValueError) as error:
+        except (WingbeatError, OSError, SafetensorError, RuntimeError, ValueError) as error:
             logger.exception("%s failed", command)
             self._send(
                 Failed(policy=self._require().spec.name, command=command, error=f"{type(error).__name__}: {error}")
             )
 
 
-def _publish(spec: PolicySpec, trainer: PolicyTrainer, publisher: WeightPublisher) -> Manifest:
+def build_trainer(welcome: Welcome) -> PolicyTrainer:
+    """The policy as its model folder has it."""
+    (spec,) = welcome.policies
+    config = PolicyConfig.model_validate(spec.config)
+    return PolicyTrainer(
+        Path(spec.model),
+        config=config,
+        total_steps=welcome.total_steps,
+        seed=welcome.seed,
+        device=resolve_device(config.trainer.device),
+        dtype=getattr(torch, config.dtype),
+    )
+
+
+def _publish(spec: PolicySpec, trainer: PolicyTrainer, publisher: WeightPublisher, *, lineage: int) -> Manifest:
     lora = trainer.lora
-    return publisher.publish(
+    manifest = publisher.publish(
         trainer.published_tensors(),
         version=trainer.step,
         kind="full" if lora is None else "adapter",
         base_model=spec.model,
         adapter=None if lora is None else AdapterInfo(rank=lora.rank, alpha=lora.alpha),
     )
+    return msgspec.structs.replace(manifest, lineage=lineage)
 
 
 def main() -> None:

@@ -51,6 +51,9 @@ class FakeServer:
     faults: dict[str, deque[Any]] = field(default_factory=dict)
     evaluations: list[Json] = field(default_factory=list)
     tasks: dict[str, Json] = field(default_factory=dict)
+    asked: list[Json] = field(default_factory=list)
+    """Bodies of lease calls."""
+    ratios: dict[str, float] = field(default_factory=dict)
     max_running: int = 0
     stopped: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -118,6 +121,9 @@ class FakeServer:
         app = web.Application(middlewares=[self._middleware])
         app.router.add_post("/api/tasks/lease", self._lease)
         app.router.add_put("/api/tasks/{source}", self._put_tasks)
+        app.router.add_delete("/api/tasks/{source}", self._remove_tasks)
+        app.router.add_get("/api/mixing", self._mixing)
+        app.router.add_put("/api/mixing", self._mixing)
         app.router.add_post("/api/episodes", self._begin)
         app.router.add_get("/api/episodes/{id}", self._get_episode)
         app.router.add_post("/api/episodes/{id}/{verb}", self._verb)
@@ -161,6 +167,7 @@ class FakeServer:
 
     async def _lease(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.asked.append(body)
         count = min(body["max_leases"], len(self.leases))
         leases = [self.leases.popleft() for _ in range(count)]
         done = not leases and self.stop_when_empty
@@ -170,7 +177,18 @@ class FakeServer:
         body = await request.json()
         source = request.match_info["source"]
         self.tasks[source] = body
-        return web.json_response({"source": source, "split": body["split"], "num_tasks": len(body["tasks"])})
+        reply = {"source": source, "split": body["split"], "num_tasks": len(body["tasks"]), "ratio": body["ratio"]}
+        return web.json_response(reply)
+
+    async def _remove_tasks(self, request: web.Request) -> web.Response:
+        source = request.match_info["source"]
+        del self.tasks[source]
+        return web.json_response({"source": source, "num_open_groups": 2, "ratios": {}})
+
+    async def _mixing(self, request: web.Request) -> web.Response:
+        if request.method == "PUT":
+            self.ratios = (await request.json())["ratios"]
+        return web.json_response({"ratios": self.ratios, "sources": {}})
 
     async def _begin(self, request: web.Request) -> web.Response:
         body = await request.json()

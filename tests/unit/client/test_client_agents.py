@@ -11,7 +11,7 @@ import pytest
 
 import wingbeat
 from wingbeat.client import Agent, load_agent
-from wingbeat.core.errors import DependencyMissing, SetupError
+from wingbeat.core.errors import DependencyMissing, RequestError, SetupError
 
 
 def write(folder: Path, text: str, name: str = "agent.py") -> str:
@@ -36,6 +36,20 @@ async def test_async_and_sync_functions_run() -> None:
     assert await asynchronous.run(episode) == 1.0
     assert await synchronous.run(episode) == 1.0
     assert await asynchronous(episode) == 1.0
+
+
+def test_an_agent_may_declare_the_sources_that_it_solves(tmp_path: Path) -> None:
+    @wingbeat.agent(sources=["sums", "echo"])
+    async def solve(episode: Any) -> float:
+        return 1.0
+
+    assert isinstance(solve, Agent) and (solve.name, solve.sources) == ("solve", ("sums", "echo"))
+    path = write(tmp_path, "import wingbeat\n@wingbeat.agent(sources=['a'])\ndef f(episode): return 1.0\n")
+    assert load_agent(path).sources == ("a",)
+    assert Agent(lambda episode: 1.0).sources is None
+    for wrong in ("sums", []):
+        with pytest.raises(RequestError, match="list of task sources"):
+            wingbeat.agent(sources=wrong)(lambda episode: 1.0)
 
 
 async def test_callable_object_with_async_call() -> None:

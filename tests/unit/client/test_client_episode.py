@@ -288,7 +288,17 @@ async def test_put_tasks(server: Any) -> None:
             await swarm.put_tasks("arithmetic", [Task("other", "2")])
         with pytest.raises(RequestError):
             await swarm.put_tasks("arithmetic", [])
+        assert (await swarm.put_tasks("arithmetic", [TASK], ratio=0.25)).ratio == 0.25
+        with pytest.raises(RequestError, match="ratio"):
+            await swarm.put_tasks("arithmetic", [TASK], ratio=1.5)
+        removed = await swarm.remove_tasks("a b/c?d")
+        assert (removed.source, removed.num_open_groups) == ("a b/c?d", 2)
+        assert (await swarm.set_mixing({"arithmetic": 1.0})).ratios == {"arithmetic": 1.0}
+        assert (await swarm.mixing()).ratios == {"arithmetic": 1.0}
+        with pytest.raises(RequestError, match="ratios"):
+            await swarm.set_mixing({"arithmetic": float("nan")})
     assert server.tasks["arithmetic"]["tasks"][0]["id"] == "1"
+    assert set(server.tasks) == {"arithmetic"}
 
 
 async def test_status_policies_events_and_stop(server: Any) -> None:

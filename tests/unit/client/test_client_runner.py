@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat.client import AsyncSwarm, Episode, EpisodeEnd, Runner, RunnerOptions, RunnerStats, SyncEpisode
+from wingbeat.client import Agent, AsyncSwarm, Episode, EpisodeEnd, Runner, RunnerOptions, RunnerStats, SyncEpisode
 from wingbeat.client.runner import HOPELESS_FAILURES
 from wingbeat.core.errors import AuthenticationError, RequestError, SetupError
 from wingbeat.core.types import Split
@@ -28,6 +28,19 @@ async def test_runs_every_lease_until_the_server_says_stop(server: Any) -> None:
     assert len(server.in_state("finished")) == 30
     assert {end.task_id for end in ends} == {f"task-{i}" for i in range(30)}
     assert all(end.reward == 1.0 and end.split is Split.TRAIN and not end.error for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("declared", "options", "asked"),
+    [(None, None, None), (["a", "b"], None, ["a", "b"]), (["a", "b"], ["c"], ["c"]), (None, ["c"], ["c"])],
+)
+async def test_asks_for_the_sources_of_its_options_else_of_its_agent(
+    server: Any, declared: list[str] | None, options: list[str] | None, asked: list[str] | None
+) -> None:
+    server.add_leases(1)
+    async with AsyncSwarm(server.url) as swarm:
+        await Runner(swarm, Agent(rewarding, sources=declared), 1, options=RunnerOptions(sources=options)).run()
+    assert {str(body["sources"]) for body in server.asked} == {str(asked)}
 
 
 async def test_concurrency_is_reached_and_never_exceeded(server: Any) -> None:

@@ -47,8 +47,11 @@ def test_other_calls(server: Any) -> None:
     server.add_leases(1)
     with Swarm(server.url) as swarm:
         assert swarm.url == server.url
-        assert len(swarm.lease(3).leases) == 1
-        assert swarm.put_tasks("arithmetic", [TASK]).num_tasks == 1
+        assert len(swarm.lease(3, sources=["arithmetic"]).leases) == 1
+        assert server.asked[-1]["sources"] == ["arithmetic"]
+        assert swarm.put_tasks("arithmetic", [TASK], ratio=0.5).ratio == 0.5
+        assert swarm.set_mixing({"arithmetic": 1.0}) == swarm.mixing()
+        assert swarm.remove_tasks("arithmetic").source == "arithmetic"
         assert swarm.status().total_steps == 10
         assert swarm.policies()[0].version == 3
         assert swarm.evaluate(poll_s=0.01).state == "done"

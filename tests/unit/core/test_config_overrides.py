@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from wingbeat.core.config.dataflow import DataflowConfig
 from wingbeat.core.config.load import parse_overrides
-from wingbeat.core.config.schema import DataflowConfig
 from wingbeat.core.errors import ConfigError
 
 

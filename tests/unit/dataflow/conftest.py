@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec, ReadyGroup
+
+sys.path.insert(0, str(Path(__file__).parent))  # `simulated_run`: test folders are no packages
 
 RUN = RunMeta("run-1", seed=7, config='{"run":{}}')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -12,22 +13,30 @@ from hypothesis import strategies as st
 
 from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.types import Split, Task
-from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.dataflow.dealer import MAX_REFUNDS, TaskDealer
 
 
 def tasks(source: str, count: int) -> list[Task]:
     return [Task(source, str(i)) for i in range(count)]
 
 
-def new_dealer(seed: int = 0, **sizes: int) -> TaskDealer:
-    dealer = TaskDealer(seed)
+def add(dealer: TaskDealer, **sizes: int) -> TaskDealer:
     for source, size in sizes.items():
         dealer.add_source(source, Split.TRAIN, tasks(source, size))
     return dealer
 
 
-def deal(dealer: TaskDealer, count: int) -> list[tuple[str, str]]:
-    return [(task.source, task.id) for task in (dealer.next_task() for _ in range(count))]
+def new_dealer(seed: int = 0, **sizes: int) -> TaskDealer:
+    return add(TaskDealer(seed), **sizes)
+
+
+def deal(dealer: TaskDealer, count: int, sources: tuple[str, ...] | None = None) -> list[tuple[str, str]]:
+    found = [dealer.next_task(sources) for _ in range(count)]
+    return [(task.source, task.id) for task in found if task is not None]
+
+
+def counts(dealt: list[tuple[str, str]]) -> Counter[str]:
+    return Counter(source for source, _ in dealt)
 
 
 def test_each_epoch_is_a_new_permutation():
@@ -53,8 +62,7 @@ def test_late_source_neither_starves_nor_waits():
     dealer = new_dealer(a=10)
     deal(dealer, 1000)
     dealer.add_source("b", Split.TRAIN, tasks("b", 10))
-    counts = Counter(source for source, _ in deal(dealer, 20))
-    assert counts == {"a": 10, "b": 10}
+    assert counts(deal(dealer, 20)) == {"a": 10, "b": 10}
 
 
 def test_same_tasks_again_change_nothing_and_others_start_an_epoch():
@@ -78,8 +86,7 @@ def test_resume_deals_on_exactly(position, sources_first):
     resumed = new_dealer(5, **sizes) if sources_first else TaskDealer(5)
     resumed.load_state_dict(state)
     if not sources_first:
-        for source, size in sizes.items():
-            resumed.add_source(source, Split.TRAIN, tasks(source, size))
+        add(resumed, **sizes)
     assert resumed.state_dict() == state
     assert deal(resumed, 30) == reference[position:]
 
@@ -101,6 +108,14 @@ def test_resume_with_changed_tasks_starts_the_next_epoch():
     assert len(set(deal(resumed, 5))) == 5
 
 
+def test_a_state_from_before_ratios_loads():
+    old = {"seed": 0, "sources": {"a": {"epoch": 2, "position": 1, "pass_": 2.25, "digest": "other tasks"}}}
+    dealer = TaskDealer(0)
+    dealer.load_state_dict(old)
+    add(dealer, a=4)
+    assert dealer.places()["a"].epoch == 3
+
+
 def test_wrong_states_are_refused():
     with pytest.raises(ValueError, match="seed 1"):
         new_dealer(2).load_state_dict(new_dealer(1).state_dict())
@@ -115,10 +130,18 @@ def test_eval_tasks_come_in_order_and_never_train():
     assert [t.id for t in dealer.eval_tasks("a")] == ["0", "1", "2"]
     assert len(dealer.eval_tasks()) == dealer.num_tasks(Split.EVAL) == 4
     assert dealer.num_tasks(Split.TRAIN) == 0
-    with pytest.raises(NotFoundError, match="training task source"):
-        dealer.next_task()
+    assert dealer.next_task() is None and not dealer.is_exhausted
     with pytest.raises(NotFoundError, match="sources with eval tasks: a, b"):
         dealer.eval_tasks("c")
+
+
+def test_a_limit_of_eval_tasks_is_spread_over_the_sources():
+    dealer = TaskDealer(0)
+    for source, size in {"a": 9, "b": 1, "c": 9}.items():
+        dealer.add_source(source, Split.EVAL, tasks(source, size))
+    chosen = [(t.source, t.id) for t in dealer.eval_tasks(limit=6)]
+    assert chosen == [("a", "0"), ("a", "1"), ("a", "2"), ("b", "0"), ("c", "0"), ("c", "1")]
+    assert [t.id for t in dealer.eval_tasks("c", limit=2)] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -128,3 +151,234 @@ def test_eval_tasks_come_in_order_and_never_train():
 def test_bad_sources_are_refused(given, message):
     with pytest.raises(RequestError, match=message):
         TaskDealer(0).add_source("a", Split.TRAIN, given)
+
+
+# --- ratios ------------------------------------------------------------------------------------
+
+RATIOS = {"a": 0.5, "b": 0.3, "c": 0.2}
+SIZES = {"a": 3, "b": 50, "c": 7}
+
+
+def new_mix(**more) -> TaskDealer:
+    return add(TaskDealer(3, ratios=RATIOS, **more), **SIZES)
+
+
+def test_ratios_hold_whatever_the_sizes():
+    assert counts(deal(new_mix(), 1000)) == {"a": 500, "b": 300, "c": 200}
+
+
+shares_of = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(
+    lambda parts: {f"s{i}": part / sum(parts) for i, part in enumerate(parts)}
+)
+
+
+@given(shares_of, st.integers(1, 300), st.randoms(use_true_random=False))
+def test_shares_of_counted_groups_hold_at_every_moment(ratios, count, rng):
+    """Some groups do not count; their sources are dealt again for them."""
+    dealer = add(TaskDealer(0, ratios=ratios), **dict.fromkeys(ratios, 4))
+    counted: Counter[str] = Counter()
+    for _ in range(count):
+        (source, _), *_ = deal(dealer, 1)
+        if rng.random() < 0.5:
+            dealer.counted(source)
+            counted[source] += 1
+        else:
+            dealer.refund(source)
+    total = sum(counted.values())
+    for name, ratio in ratios.items():
+        assert abs(counted[name] - ratio * total) <= len(ratios)
+        assert dealer.places()[name].counted == counted[name]
+
+
+@given(shares_of, st.lists(st.integers(0, 4), max_size=120), st.integers(1, 4))
+def test_no_source_is_further_from_its_share_than_the_slack(ratios, asks, slack):
+    """Each client runs one source, and they ask in any order."""
+    dealer = add(TaskDealer(0, ratios=ratios, slack=slack), **dict.fromkeys(ratios, 5))
+    dealt: Counter[str] = Counter()
+    for number in asks:
+        source = f"s{number % len(ratios)}"
+        if (task := dealer.next_task((source,))) is not None:
+            dealt[task.source] += 1
+        total = sum(dealt.values())
+        for name, ratio in ratios.items():
+            assert -max(slack, len(ratios) - 1) - 1e-6 <= dealt[name] - ratio * total <= slack + 1e-6
+    assert dealer.next_task() is not None, "whoever is furthest behind may always be dealt"
+
+
+@given(st.integers(0, 80), st.lists(st.sampled_from("abc"), max_size=80), st.integers(2, 5))
+def test_every_task_comes_once_per_epoch_and_a_restart_changes_nothing(position, asks, epochs):
+    """Whoever asks for what, and wherever the run was cut."""
+    reference, cut = new_mix(epochs=epochs), new_mix(epochs=epochs)
+    dealt: list[tuple[str, str]] = []
+    for step, source in enumerate(asks):
+        if step == position:
+            state = msgspec.json.decode(msgspec.json.encode(cut.state_dict()))
+            cut = new_mix(epochs=epochs)
+            cut.load_state_dict(state)
+        expected, got = deal(reference, 1, (source,)), deal(cut, 1, (source,))
+        assert got == expected
+        dealt += got
+        if step % 3 == 0 and got:
+            reference.refund(source)
+            cut.refund(source)
+    for source, size in SIZES.items():
+        order = [task for name, task in dealt if name == source]
+        for start in range(0, len(order), size):
+            assert len(set(order[start : start + size])) == len(order[start : start + size])
+
+
+def test_without_ratios_nobody_waits_and_an_absent_source_keeps_a_little_of_its_claim():
+    dealer = add(TaskDealer(0, slack=3), a=10, b=10)
+    assert len(deal(dealer, 100, ("a",))) == 100
+    assert dealer.held_back(("a",)) == ()
+    assert counts(deal(dealer, 24)) == {"a": 10, "b": 14}
+
+
+def test_a_client_of_one_source_waits_for_those_behind_and_is_told_for_whom():
+    dealer = new_mix(slack=2)
+    assert len(deal(dealer, 10, ("a",))) == 2, "2 of 2 groups are 1 above the share of a half, and 2 sources are behind"
+    assert len(deal(dealer, 10, ("a", "c"))) > 0
+    assert dealer.held_back(("a", "c")) == ("b",)
+    assert -2 <= dealer.places()["b"].ahead < 0
+    assert dealer.held_back(("a", "b")) == ()
+
+
+def test_nothing_is_dealt_before_every_source_of_the_ratios_has_come():
+    dealer = add(TaskDealer(0, ratios=RATIOS), a=3, b=3)
+    assert dealer.next_task() is None and dealer.missing == ("c",) and not dealer.is_exhausted
+    assert dealer.places()["c"].num_tasks == 0
+    add(dealer, c=3)
+    assert counts(deal(dealer, 10)) == {"a": 5, "b": 3, "c": 2}
+
+
+def test_ratios_change_while_the_run_goes_on_and_outlast_a_restart():
+    dealer = new_mix()
+    deal(dealer, 100)
+    dealer.set_ratios({"a": 0.1, "b": 0.9, "c": 0})
+    assert counts(deal(dealer, 100)) == {"a": 10, "b": 90}
+    resumed = new_mix()
+    resumed.load_state_dict(dealer.state_dict())
+    assert resumed.ratios == {"a": 0.1, "b": 0.9, "c": 0}
+    changed = add(TaskDealer(3, ratios={"a": 0.4, "b": 0.4, "c": 0.2}), **SIZES)
+    changed.load_state_dict(dealer.state_dict())
+    assert changed.ratios["a"] == 0.4, "a configuration that says something new wins"
+    assert counts(deal(changed, 10)) == {"a": 4, "b": 4, "c": 2}
+    dealer.set_ratios({})
+    assert dealer.ratios == {} and counts(deal(dealer, 60)) == SIZES
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ({"a": 0.5, "b": 0.5, "d": 0.0, "c": 0.0}, "no training tasks of source 'd'; sources are: a, b, c"),
+        ({"a": 0.5, "b": 0.5}, "leave out source 'c'; give it a share, or 0"),
+        ({"a": 0.5, "b": 0.4, "c": 0.2}, "sum to 1, got a = 0.5, b = 0.4, c = 0.2, which sums to 1.1"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "0 or more"),
+        ({"a": float("nan"), "b": 0.5, "c": 0.5}, "0 or more"),
+    ],
+)
+def test_ratios_that_are_no_shares_are_refused(ratios, message):
+    dealer = new_mix()
+    with pytest.raises(RequestError, match=message):
+        dealer.set_ratios(ratios)
+    assert dealer.ratios == RATIOS
+
+
+def test_a_source_joins_with_a_ratio_and_the_others_shrink():
+    dealer = new_mix()
+    with pytest.raises(RequestError, match="leave nothing for source 'd': send its `ratio` along"):
+        dealer.join("d", None)
+    dealer.join("d", 0.2)
+    add(dealer, d=5)
+    assert dealer.ratios == pytest.approx({"a": 0.4, "b": 0.24, "c": 0.16, "d": 0.2})
+    dealer.join("d", 0.9)
+    assert dealer.ratios["d"] == 0.2, "a share once given is changed for all sources together"
+    assert counts(deal(dealer, 100)) == {"a": 40, "b": 24, "c": 16, "d": 20}
+    with pytest.raises(RequestError, match="no ratios are set"):
+        new_dealer(a=1).join("b", 0.5)
+
+
+def test_a_removed_source_is_dealt_no_more_and_the_others_keep_their_proportions():
+    dealer = new_mix()
+    dealer.add_source("b", Split.EVAL, tasks("b", 2))
+    deal(dealer, 10)
+    dealer.remove("b")
+    assert dealer.ratios == pytest.approx({"a": 5 / 7, "c": 2 / 7})
+    assert counts(deal(dealer, 70)) == {"a": 50, "c": 20}
+    assert dealer.num_tasks(Split.EVAL) == 0 and "b" not in dealer.state_dict()["sources"]
+    dealer.refund("b")
+    dealer.counted("b")
+    with pytest.raises(NotFoundError, match="no source 'b'; sources are: a, c"):
+        dealer.remove("b")
+    dealer.join("b", None)
+    assert dealer.ratios["b"] == 0.3, "a configured source comes back with its configured share"
+
+
+def test_what_is_on_its_way_is_waited_for_unless_it_was_removed():
+    dealer = add(TaskDealer(0, expected=["a", "b", "c"]), a=3, b=3)
+    assert dealer.next_task() is None and dealer.missing == ("c",)
+    dealer.remove("c")
+    dealer.remove("b")
+    assert dealer.next_task() is not None
+    restarted = add(TaskDealer(0, expected=["a", "b", "c"]), a=3)
+    restarted.load_state_dict(dealer.state_dict())
+    assert restarted.missing == () and restarted.next_task() is not None
+    add(restarted, c=2)
+    assert restarted.state_dict()["removed"] == ["b"]
+
+
+def test_a_source_from_which_nothing_counts_does_not_take_all_rollouts():
+    dealer = add(TaskDealer(0, ratios={"good": 0.5, "bad": 0.5}), good=4, bad=4)
+    dealt: Counter[str] = Counter()
+    for _ in range(1000):
+        ((source, _),) = deal(dealer, 1)
+        dealt[source] += 1
+        (dealer.counted if source == "good" else dealer.refund)(source)
+    assert dealt["bad"] - dealt["good"] <= MAX_REFUNDS + 1
+    dealer.counted("bad")
+    for _ in range(3):
+        ((source, _),) = deal(dealer, 1)
+        (dealer.counted if source == "good" else dealer.refund)(source)
+
+
+def test_a_skipped_task_costs_its_source_nothing():
+    dealer = new_mix()
+    dealt: Counter[str] = Counter()
+    rng = random.Random(0)
+    while sum(dealt.values()) < 200:
+        ((source, _),) = deal(dealer, 1)
+        if rng.random() < 0.4:
+            dealer.skip(source)
+        else:
+            dealt[source] += 1
+    assert dealt == {"a": 100, "b": 60, "c": 40}
+
+
+# --- epochs ------------------------------------------------------------------------------------
+
+
+def test_a_source_is_exhausted_after_its_epochs_and_leaves_the_mix():
+    dealer = new_mix(epochs=2)
+    assert len(deal(dealer, 1000)) == 2 * sum(SIZES.values())
+    assert dealer.is_exhausted and all(place.is_exhausted for place in dealer.places().values())
+    resumed = new_mix(epochs=2)
+    resumed.load_state_dict(dealer.state_dict())
+    assert resumed.is_exhausted and resumed.next_task() is None
+    more = new_mix(epochs=3)
+    more.load_state_dict(dealer.state_dict())
+    assert len(deal(more, 1000)) == sum(SIZES.values()), "a resumed run may be given another epoch"
+
+
+def test_when_one_source_is_exhausted_the_others_keep_their_proportions():
+    dealer = new_mix(epochs=1)
+    dealt = deal(dealer, 8)
+    assert counts(dealt)["a"] == 3
+    assert counts(deal(dealer, 10)) == {"b": 6, "c": 4}
+
+
+def test_an_exhausted_source_with_new_tasks_begins_its_epochs_anew_without_catching_up():
+    dealer = add(TaskDealer(0, epochs=1), a=4, b=100)
+    deal(dealer, 60)
+    dealer.add_source("a", Split.TRAIN, tasks("a", 50))
+    assert counts(deal(dealer, 30))["a"] <= 11
+    assert not dealer.places()["a"].is_exhausted

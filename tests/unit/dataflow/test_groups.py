@@ -264,3 +264,21 @@ def test_any_sequence_of_events_counts_each_episode_at_most_once(make, steps):
     for closed in book.closed():
         assert {r.episode_id: r.attempt for r in closed.finished} == counted
         assert len(closed.finished) + len(closed.given_up) == 3
+
+
+def test_after_a_rollback_nothing_is_newer_than_the_last_version_that_survives(open_book, make):
+    book = open_book()
+    book.open_group(make.spec("new", size=2, floor=5))
+    book.open_group(make.spec("old", size=1, floor=2))
+    ticket = begin_one(book, "new")
+    book.finish(ticket.episode_id, 1, make.record(ticket.episode_id, group_id="new", versions=(3, 5)))
+    book.rebase("other", highest=0)
+    assert book.floors("solver") == [5, 2]
+    book.rebase("solver", highest=4)
+    assert book.floors("solver") == [4, 2]
+    second = begin_one(book, "new")
+    book.finish(second.episode_id, 1, make.record(second.episode_id, group_id="new", versions=(6,)))
+    (closed,) = book.closed()
+    ready = closed.ready("solver")
+    assert ready.floor_version == 4
+    assert [m.samples[0].versions_T[1:].tolist() for m in ready.members] == [[3, 4], [6]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from wingbeat.core.errors import (
@@ -23,7 +24,7 @@ from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.dataflow.ledger_schema import SCHEMA_VERSION, AttemptState, SampleState, migrate, schema_version
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import Dropped
+from wingbeat.dataflow.records import Dropped, Shaping
 
 IDS = ("g-0", "g-1")
 
@@ -58,16 +59,9 @@ def test_finish_survives_and_reads_back_equal(ledger, open_ledger, make):
     assert ledger.record_finish(record).result() is True
     ledger.close()
     again = open_ledger()
-    receipt = again.finish_of("g-0", 1)
-    assert (receipt.outcome, receipt.finish_digest, receipt.num_turns, receipt.num_sampled) == (
-        Outcome.AGENT,
-        "digest",
-        2,
-        2,
-    )
     (view,) = again.episode("g-0")
     assert view.record == record and view.group == make.spec() and view.label == "run-a"
-    assert again.finish_of("g-0", 2) is None and again.verify() == []
+    assert again.verify() == []
 
 
 def test_same_finish_is_a_duplicate_and_another_body_conflicts(ledger, make):
@@ -162,7 +156,53 @@ def test_drops_are_final_and_counted_by_reason(ledger, finished):
         ledger.mark_dropped("other", dropped=[Dropped("g-0", 1, "x")]).result()
     counts = {(c.state, c.reason): (c.num_attempts, c.num_tokens) for c in ledger.summary().samples}
     assert counts == {(SampleState.BATCHED, None): (1, 2), (SampleState.DROPPED, "stale"): (1, 2)}
-    ledger.mark_dropped("solver", dropped=[Dropped("g-0", 1, "abandoned")]).result()
+    with pytest.raises(ConflictError, match="batched"):
+        ledger.mark_dropped("solver", dropped=[Dropped("g-0", 1, "late")]).result()
+    assert ledger.verify() == []
+
+
+def test_closing_saves_what_operators_made_of_the_group(ledger, open_ledger, make):
+    records = [make.record(episode_id, reward=float(i)) for i, episode_id in enumerate(IDS)]
+    for record in records:
+        ledger.record_finish(replace(record, metrics={"turns": 3.0}))
+    shaping = [Shaping("g-1", 1, "solver", "", -0.25), Shaping("g-1", 1, "solver", "", -0.5)]
+    closing = {
+        "dropped": {"solver": [Dropped("g-0", 1, "too_long")]},
+        "shaping": shaping,
+        "operators": {"solver": {"ewma": {"t1": 0.5}}},
+    }
+    assert ledger.close_group("g", **closing).result() is True
+    assert ledger.close_group("g", **closing, reason="again").result() is False
+    ledger.close()
+    again = open_ledger()
+    (ready,) = again.unconsumed("solver")
+    (member,) = ready.members
+    assert (member.episode_id, member.reward, member.shaping, member.shaped_reward) == ("g-1", 1.0, -0.75, 0.25)
+    assert ready.task == make.spec().task and ready.metrics == {("g-1", 1): {"turns": 3.0}}
+    assert again.load_operator_states() == {"solver": {"ewma": {"t1": 0.5}}}
+    counts = {(c.state, c.reason): c.num_attempts for c in again.summary().samples}
+    assert counts == {(SampleState.DROPPED, "too_long"): 1, (SampleState.FINISHED, None): 1}
+    assert again.verify() == []
+
+
+def test_a_close_that_is_refused_saves_nothing(ledger, make):
+    ledger.record_finish(make.record())
+    for wrong in ({"dropped": {"solver": [Dropped("g-1", 1, "x")]}}, {"shaping": [Shaping("x", 1, "solver", "", 1.0)]}):
+        with pytest.raises(NotFoundError, match="no finished samples"):
+            ledger.close_group("g", **wrong, operators={"solver": {"a": 1}}).result()
+    assert ledger.load_operator_states() == {} and len(ledger.open_groups()) == 1
+
+
+def test_replayed_members_stay_trained_and_masked_tokens_are_counted(ledger, finished):
+    ledger.log_batch(batch_of(finished[0]), group_ids=["g"])
+    ledger.mark_trained("solver", step=1, metrics={}, advantages={}).result()
+    batch = batch_of(*finished, step=2, batch_id="b2")
+    masked = tuple(msgspec.structs.replace(e, masked=i) for i, e in enumerate(batch.episodes))
+    batch = msgspec.structs.replace(batch, episodes=masked, replayed=(("g-0", 1),))
+    assert ledger.log_batch(batch, group_ids=["g"]).result() is True
+    statuses = [ledger.episode(i)[0].samples[0] for i in IDS]
+    assert [(s.state, s.step) for s in statuses] == [(SampleState.TRAINED, 1), (SampleState.BATCHED, 2)]
+    assert ledger.mark_trained("solver", step=2, metrics={}, advantages={}).result()
     assert ledger.verify() == []
 
 
@@ -219,8 +259,6 @@ def test_dealer_state_is_saved_with_its_group(ledger, open_ledger, make):
     with pytest.raises(ConflictError):
         ledger.record_group(make.spec("h"), episode_ids=["h-0", "h-1"], dealer_state={"seed": 2}).result()
     assert ledger.load_dealer_state() == {"seed": 1}
-    ledger.save_dealer_state({"seed": 3}).result()
-    assert ledger.load_dealer_state() == {"seed": 3}
     assert ledger.summary().num_tasks == 1
 
 
@@ -302,16 +340,17 @@ def test_files_that_are_no_ledgers_are_refused(tmp_path, make):
 def test_migrations_run_in_order_and_all_or_nothing():
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
+    now, then = SCHEMA_VERSION, SCHEMA_VERSION + 2
     steps = {
-        1: lambda c: c.execute("CREATE TABLE extra (x)"),
-        2: lambda c: c.execute("INSERT INTO extra VALUES (1)"),
+        now: lambda c: c.execute("CREATE TABLE extra (x)"),
+        now + 1: lambda c: c.execute("INSERT INTO extra VALUES (1)"),
     }
-    failing = steps | {2: lambda c: c.execute("INSERT INTO missing VALUES (1)")}
+    failing = steps | {now + 1: lambda c: c.execute("INSERT INTO missing VALUES (1)")}
     with pytest.raises(sqlite3.OperationalError):
-        migrate(db, latest=3, migrations=failing)
-    assert schema_version(db) == 1
-    migrate(db, latest=3, migrations=steps)
-    assert schema_version(db) == 3 and db.execute("SELECT x FROM extra").fetchall() == [(1,)]
+        migrate(db, latest=then, migrations=failing)
+    assert schema_version(db) == now
+    migrate(db, latest=then, migrations=steps)
+    assert schema_version(db) == then and db.execute("SELECT x FROM extra").fetchall() == [(1,)]
     db.close()
 
 
@@ -361,4 +400,7 @@ def test_verify_names_contradictions(ledger, finished, tmp_path):
         db.execute("UPDATE samples SET state = 'batched' WHERE episode_id = 'g-0'")
     db.close()
     with open_read_only(tmp_path / "ledger.sqlite") as reader:
-        assert reader.verify() == ["samples in a batch of another state: 1"]
+        assert reader.verify() == [
+            "samples in a batch of another state: 1",
+            "samples whose batch does not hold them: 1",
+        ]

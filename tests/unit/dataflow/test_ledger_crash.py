@@ -94,9 +94,9 @@ def test_kill_loses_nothing_acknowledged(tmp_path, seed):
     with Ledger.open(path, run=RunMeta("crash", seed=0)) as ledger:
         assert ledger.verify() == []
         for episode_id in kinds["finish"]:
-            receipt = ledger.finish_of(episode_id, 1)
-            assert receipt is not None and receipt.finish_digest == f"digest-{episode_id}"
-            assert len(ledger.episode(episode_id)[0].record.samples[0].samples[0].tokens_T) == 200
+            record = ledger.episode(episode_id)[0].record
+            assert record is not None and record.finish_digest == f"digest-{episode_id}"
+            assert len(record.samples[0].samples[0].tokens_T) == 200
         batches = ledger.batches_after("solver", 0)
         assert [b.step for b in batches] == list(range(1, len(batches) + 1))
         assert len(batches) >= max(map(int, kinds["batch"]), default=0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +104,85 @@ def test_close_commits_what_is_queued_and_may_be_repeated(connection):
     with pytest.raises(UnavailableError, match="closed"):
         writer.submit(read)
     assert not [t for t in threading.enumerate() if t.name == "wingbeat-ledger"]
+
+
+# --- a full disk ----------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A ledger file whose size is limited by SQLite itself, and a wait that tests drive."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("CREATE TABLE t (x INTEGER, y BLOB)")
+        self.waits = 0
+        self.waiting, self.go_on = threading.Event(), threading.Event()
+
+    def limit(self, pages: int) -> None:
+        self.db.execute(f"PRAGMA max_page_count = {pages}")
+
+    def wait(self, closing: threading.Event, seconds: float) -> None:
+        """Instead of sleeping: until the test has made room."""
+        self.waits += 1
+        self.waiting.set()
+        while not (self.go_on.wait(0.01) or closing.is_set()):
+            pass
+        self.go_on.clear()
+
+
+def insert_blob(value: int):
+    return lambda db: db.execute("INSERT INTO t VALUES (?, zeroblob(40000))", (value,)).rowcount
+
+
+def test_a_full_disk_keeps_jobs_until_there_is_room(tmp_path):
+    disk = Disk(tmp_path / "full.sqlite")
+    disk.limit(5)
+    writer = CommitThread(disk.db, wait=disk.wait)
+    futures = [writer.submit(job) for job in (insert_blob(1), refuse(ConflictError("no")), insert_blob(2))]
+    assert disk.waiting.wait(10)
+    assert "full" in writer.blocked and not any(f.done() for f in futures[::2])
+    late = writer.submit(insert_blob(3))
+    disk.waiting.clear()
+    disk.go_on.set()  # still no room
+    assert disk.waiting.wait(10) and disk.waits == 2 and not late.done()
+    disk.limit(1000)
+    disk.go_on.set()
+    assert [f.result(10) for f in (futures[0], futures[2], late)] == [1, 1, 1]
+    assert isinstance(futures[1].exception(10), ConflictError | sqlite3.Error)
+    assert writer.blocked == "" and writer.submit(read).result(10) == [1, 2, 3]
+    writer.close()
+
+
+def test_closing_on_a_full_disk_refuses_what_could_not_be_recorded(tmp_path):
+    disk = Disk(tmp_path / "full.sqlite")
+    disk.limit(5)
+    writer = CommitThread(disk.db, wait=disk.wait)
+    futures = [writer.submit(insert_blob(i)) for i in range(3)]
+    assert disk.waiting.wait(10)
+    writer.close()
+    for future in futures:
+        with pytest.raises(UnavailableError, match="full disk"):
+            future.result(10)
+    with sqlite3.connect(tmp_path / "full.sqlite") as db:
+        assert read(db) == []
+    db.close()
+
+
+def test_a_size_limit_of_the_process_counts_as_a_full_disk(tmp_path):
+    """What a quota does: the file cannot grow, and SQLite calls it an I/O error."""
+    code = """
+import resource, sqlite3, sys
+from wingbeat.dataflow.ledger_writer import has_no_room
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("PRAGMA journal_mode = WAL")
+db.execute("CREATE TABLE t (x)")
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    db.execute("INSERT INTO t VALUES (zeroblob(200000))")
+except sqlite3.Error as error:
+    print(has_no_room(error), error.sqlite_errorname)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "limited.sqlite")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "SQLITE_IOERR_WRITE"], done.stdout

@@ -9,19 +9,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from wingbeat.core.config import Config, PolicyConfig
 from wingbeat.core.events import EventLog
-from wingbeat.core.types import Split, Task
-from wingbeat.core.worker_protocol import ControlMessage, Manifest, PolicySpec, TokenChunk, WeightsServed
+from wingbeat.core.samples import EpisodeSamples, TrainingSample
+from wingbeat.core.types import Outcome, SamplingParams, Split, Task
+from wingbeat.core.worker_protocol import (
+    BeginLineage,
+    ControlMessage,
+    Failed,
+    Generate,
+    Manifest,
+    PolicySpec,
+    StepDone,
+    TokenChunk,
+    TrainerReady,
+    TrainStep,
+    WeightsServed,
+)
+from wingbeat.dataflow.barrier import Barrier
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.staleness import StalenessGate
+from wingbeat.dataflow.operators import build_chain
+from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.step_rule import StepRule
 from wingbeat.server.engines import EngineLink, EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
@@ -98,8 +116,9 @@ def clock() -> ManualClock:
 
 
 def manifest(version: int, *, policy: str = "solver", checksum: str | None = None) -> Manifest:
+    checksum = checksum or f"sum-{version}"
     return Manifest(
-        policy, version, "full", f"/weights/{version}", "host", checksum or f"sum-{version}", 1, (), base_model="base"
+        policy, version, "full", f"/weights/{version}-{checksum}", "host", checksum, 1, (), base_model="base"
     )
 
 
@@ -117,14 +136,27 @@ class FakeEngine:
         self.link = EngineLink(name, "host", self.sent.append)
         pool.join(self.link)
 
-    def serve(self, version: int = 0, *, policy: str = "solver", pinned: bool = False) -> None:
-        self.pool.served(self.link, WeightsServed(policy, version, f"sum-{version}", pinned))
+    def serve(self, version: int = 0, *, policy: str = "solver", pinned: bool = False, lineage: int = 0) -> None:
+        self.pool.served(self.link, WeightsServed(policy, version, f"sum-{version}", pinned, lineage))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
 
-    def say(self, request_id: str, *tokens: int, version: int = 0, finish: Any = None, error: str = "") -> None:
-        chunk = TokenChunk(request_id, tokens, tuple(-0.5 for _ in tokens), version, finish, error)
+    def generated(self) -> list[str]:
+        """Ids of the requests that it was given."""
+        return [message.request_id for message in self.of(Generate)]
+
+    def say(
+        self,
+        request_id: str,
+        *tokens: int,
+        version: int = 0,
+        finish: Any = None,
+        error: str = "",
+        lineage: int = 0,
+    ) -> None:
+        logprobs = tuple(-0.5 for _ in tokens)
+        chunk = TokenChunk(request_id, tokens, logprobs, version, finish, error, lineage=lineage)
         self.pool.receive(self.link, [chunk])
 
     def leave(self) -> None:
@@ -152,6 +184,7 @@ class Desk:
     changed: Changed
     overlap: OverlapMeter
     metrics: ControlMetrics
+    barrier: Barrier
     writes: list[Future[Any]] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     captured: list[str] = field(default_factory=list)
@@ -195,6 +228,7 @@ class Desk:
                 changed=self.changed,
                 watch=self.writes.append,
                 on_closed=self.rollouts.forget_groups,
+                on_settled=self.rollouts.issuer.settled,
             )
         )
         self.gateway = Gateway(
@@ -266,21 +300,44 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
     events = EventLog(None, clock=clock)
     engines = EnginePool(wait_s=5.0, on_activity=overlap.generating)
     writes: list[Future[Any]] = []
+    registry = EpisodeRegistry(RoleKeys.of(None, "worker-key"), clock=clock)
+
+    def rebase(policy: str, highest: int) -> None:
+        book.rebase(policy, highest=highest)
+        registry.rebase(policy, highest=highest)
+
     context = HostContext(
-        ledger, engines, events, overlap, changed, writes.append, seed=3, total_steps=config.run.steps, clock=clock
+        ledger,
+        engines,
+        events,
+        overlap,
+        changed,
+        writes.append,
+        seed=3,
+        total_steps=config.run.steps,
+        clock=clock,
+        may_pass=lambda policy, version: barrier.may_pass(policy, version),
+        starves=lambda policy, version: barrier.starves(policy, version),
+        rebase=rebase,
     )
     policies = {
         name: PolicyHost(
             PolicySpec(name, "base", _context_tokens(policy), policy.model_dump(mode="json")),
             template=template,
-            buffer=PolicyBuffer(name, groups_per_step=dataflow.groups_per_step, max_staleness=dataflow.max_staleness),
-            gate=StalenessGate(dataflow.max_staleness, dataflow.groups_per_step),
+            buffer=PolicyBuffer(
+                name,
+                groups_per_step=dataflow.groups_per_step,
+                max_staleness=dataflow.max_staleness,
+                straggler=dataflow.straggler,
+            ),
+            rule=StepRule.of(dataflow),
             context=context,
             running_floors=book.floors,
-            straggler_wait_s=dataflow.straggler_wait_s,
+            chain=build_chain(config, name),
         )
         for name, policy in config.policies.items()
     }
+    barrier = Barrier(lambda: policies.values(), is_set=dataflow.barrier)
     dealer = TaskDealer(0)
     dealer.add_source("src", Split.TRAIN, [Task("src", f"t{i}") for i in range(4)])
     dealer.add_source("src", Split.EVAL, [Task("src", f"e{i}") for i in range(2)])
@@ -292,10 +349,120 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
         engines=engines,
         book=book,
         dealer=dealer,
-        registry=EpisodeRegistry(RoleKeys.of(None, "worker-key"), clock=clock),
+        registry=registry,
         policies=policies,
         changed=changed,
         overlap=overlap,
         metrics=ControlMetrics(),
+        barrier=barrier,
         writes=writes,
     )
+
+
+Make = Callable[..., Manifest]
+
+
+class FakeTrainer:
+    """A trainer that is a list of what it was told."""
+
+    def __init__(self, host: PolicyHost, make_manifest: Make, on_told: Callable[[], None]) -> None:
+        self.host = host
+        self.sent: list[ControlMessage] = []
+        self._make = make_manifest
+        self._on_told = on_told
+
+    def _receive(self, message: ControlMessage) -> None:
+        self.sent.append(message)
+        self._on_told()
+
+    def join(self, step: int = 0, *, lineage: int = 0) -> None:
+        self.host.trainer.joined(self._receive)
+        manifest = msgspec.structs.replace(self._make(step), lineage=lineage)
+        self.host.trainer.ready(TrainerReady("solver", step, manifest))
+
+    def done(self, step: int, *, checksum: str | None = None, lineage: int = 0, **metrics: float) -> None:
+        batch_id = f"solver-{lineage}.{step}" if lineage else f"solver-{step}"
+        manifest = msgspec.structs.replace(self._make(step, checksum=checksum), lineage=lineage)
+        self.host.trainer.step_done(StepDone("solver", batch_id, step, manifest, metrics, {}, 0.0, 1.0))
+
+    def begin(self, step: int, *, checksum: str | None = None, base_lineage: int = 0) -> None:
+        """Answer the last ``BeginLineage``: it begins at this step."""
+        lineage = self.of(BeginLineage)[-1].lineage
+        manifest = msgspec.structs.replace(self._make(step, checksum=checksum), lineage=lineage)
+        self.host.trainer.ready(TrainerReady("solver", step, manifest, base_lineage))
+
+    def fail(self, command: str = "train_step", error: str = "out of memory") -> None:
+        self.host.trainer.failed(Failed("solver", command, error))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    @property
+    def steps(self) -> list[tuple[int, bool]]:
+        return [(message.batch.step, message.replay) for message in self.of(TrainStep)]
+
+
+class Course:
+    """A desk whose solver is fed with groups and trained by a fake."""
+
+    def __init__(self, desk: Any, make_manifest: Make) -> None:
+        self.desk = desk
+        self.host: PolicyHost = desk.solver
+        self.make = make_manifest
+        self.finished: list[tuple[int, dict[str, float]]] = []
+        self.moved = Changed()
+
+    def trainer(self) -> FakeTrainer:
+        return FakeTrainer(self.host, self.make, self.moved.notify)
+
+    async def after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
+        self.finished.append((host.version, metrics))
+        self.moved.notify()
+
+    def group(self, name: str, rewards: tuple[float, ...] = (0.0, 1.0), *, floor: int = 0) -> None:
+        """A training group that has closed: in the ledger and in the buffer."""
+        spec = GroupSpec(name, Task("src", "t"), Split.TRAIN, len(rewards), ("solver",), {"solver": floor})
+        ids = self.desk.book.open_group(spec)
+        self.desk.ledger.record_group(spec, episode_ids=ids)
+        for episode_id, reward in zip(ids, rewards, strict=True):
+            self.desk.book.take(name)
+            self.desk.book.begin(episode_id, 1)
+            self.desk.ledger.record_begin(episode_id, 1, group_id=name)
+            record = self._record(episode_id, name, reward, floor)
+            self.desk.book.finish(episode_id, 1, record)
+            self.desk.writes.append(self.desk.ledger.record_finish(record))
+        self.desk.finishing.settle()
+
+    def _record(self, episode_id: str, group_id: str, reward: float, version: int) -> EpisodeRecord:
+        sample = TrainingSample.build(
+            episode_id,
+            token_ids=np.array([1, 2], np.int32),
+            sampled=np.array([0, 1], np.uint8),
+            sampling_logprobs=np.array([0.0, -0.5], np.float32),
+            versions=np.array([-1, version], np.int32),
+        )
+        samples = EpisodeSamples(episode_id, 1, group_id, "solver", "", reward, (sample,))
+        return EpisodeRecord(
+            episode_id, 1, group_id, Outcome.AGENT, "digest", rewards={"solver": reward}, samples=(samples,)
+        )
+
+    def prompt(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.array([1, 2], np.int32)
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=8)
+
+    async def until_changed(self, condition: Callable[[], Any]) -> None:
+        """Wait for control's own state to change until something holds."""
+        while not condition():
+            assert await self.desk.changed.wait(20.0)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for the trainer to be told or a step to be counted until something holds."""
+        while not condition():
+            assert await self.moved.wait(20.0)
+
+
+@pytest.fixture
+def open_course(open_desk: Any, make_manifest: Make) -> Callable[..., Course]:
+    return lambda **options: Course(open_desk(**options), make_manifest)

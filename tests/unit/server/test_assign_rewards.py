@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wingbeat.core.errors import InvalidReward
 from wingbeat.core.protocol import Rewards
-from wingbeat.server.rewards import Credit, assign_rewards
+from wingbeat.server.rewards import Credit, assign_rewards, uncalled_policies
 
 CREDIT = Credit(
     agents=[("solver", ""), ("solver", "critic"), ("judge", "")],
@@ -51,3 +53,33 @@ def test_an_episode_without_turns_needs_no_reward() -> None:
     nobody = Credit(agents=[], turns={}, policies=["solver"])
     assert assign_rewards(Rewards(), nobody, required=["solver"]) == {}
     assert assign_rewards(1.0, nobody, required=["solver"]) == {}
+
+
+def test_a_policy_without_turns_may_be_rewarded_and_is_named() -> None:
+    rewards = Rewards(policies={"solver": 1.0, "judge": 0.0, "idle": 9.0})
+    assert ("idle", "") not in assign_rewards(rewards, CREDIT, required=["solver", "idle"])
+    assert uncalled_policies(rewards, CREDIT) == ["idle"]
+    assert uncalled_policies(1.0, CREDIT) == []
+
+
+NUMBERS = st.integers(-8, 8).map(lambda eighths: eighths / 8)
+
+
+@given(
+    policies=st.dictionaries(st.sampled_from(["solver", "judge", "idle"]), NUMBERS),
+    agents=st.dictionaries(st.sampled_from(["solver", "solver:critic", "judge"]), NUMBERS),
+    turns=st.dictionaries(st.sampled_from(["t1", "t2", "t3"]), NUMBERS),
+)
+def test_every_number_reaches_who_earned_it(
+    policies: dict[str, float], agents: dict[str, float], turns: dict[str, float]
+) -> None:
+    """An agent gets its own number, else its policy's, plus those of its turns; what reaches nobody is named."""
+    rewards = Rewards(policies=policies, agents=agents, turns=turns)
+    assigned = assign_rewards(rewards, CREDIT, required=[])
+    for policy, agent in CREDIT.agents:
+        own = agents.get(f"{policy}:{agent}" if agent else policy, policies.get(policy))
+        earned = [reward for turn, reward in turns.items() if CREDIT.turns[turn] == (policy, agent)]
+        expected = None if own is None and not earned else (own or 0.0) + sum(earned)
+        assert assigned.get((policy, agent)) == expected
+    assert set(assigned) <= set(CREDIT.agents)
+    assert uncalled_policies(rewards, CREDIT) == sorted({"idle"} & set(policies))

@@ -232,18 +232,20 @@ def test_an_engine_that_joins_is_told_all_live_and_pinned_versions(
     assert [m.version for m in early.of(UnpinVersion)] == [2]
 
 
-def test_lowest_served_is_that_of_the_slowest_engine(flights: Flights, join_engine: Any) -> None:
+def test_lowest_served_is_that_of_the_slowest_engine(
+    flights: Flights, join_engine: Any, make_manifest: Callable[..., Manifest]
+) -> None:
     pool = flights.pool
     assert pool.lowest_served("solver") is None
     engines = [join_engine(pool, f"engine-{i}") for i in range(3)]
     engines[0].serve(4)
     engines[1].serve(3)
-    assert pool.lowest_served("solver") == (3, "sum-3")
-    assert not pool.has_served("solver", 3)  # one serves nothing yet
+    assert pool.lowest_served("solver") == (0, 3, "sum-3")
+    assert not pool.has_served(make_manifest(3))  # one serves nothing yet
     engines[2].serve(5)
-    assert pool.has_served("solver", 3) and not pool.has_served("solver", 4)
+    assert pool.has_served(make_manifest(3)) and not pool.has_served(make_manifest(4))
     engines[1].leave()
-    assert pool.lowest_served("solver") == (4, "sum-4")
+    assert pool.lowest_served("solver") == (0, 4, "sum-4")
 
 
 def test_a_file_is_held_while_it_is_live_pinned_or_an_engine_is_behind(
@@ -253,17 +255,17 @@ def test_a_file_is_held_while_it_is_live_pinned_or_an_engine_is_behind(
     engine = join_engine(pool)
     pool.publish(make_manifest(1))
     engine.serve(1)
-    assert pool.holds("solver", 1)
+    assert pool.holds(make_manifest(1))
     pool.publish(make_manifest(2))
-    assert not pool.holds("solver", 1)  # served by mapped memory: nobody opens the file again
-    assert pool.holds("solver", 2)
+    assert not pool.holds(make_manifest(1))  # served by mapped memory: nobody opens the file again
+    assert pool.holds(make_manifest(2))
     pool.pin(make_manifest(1))
-    assert pool.holds("solver", 1)
+    assert pool.holds(make_manifest(1))
     pool.unpin("solver", 1)
     pool.publish(make_manifest(3))
-    assert pool.holds("solver", 2)  # the engine has yet to reach it
+    assert pool.holds(make_manifest(2))  # the engine has yet to reach it
     engine.serve(3)
-    assert not pool.holds("solver", 2)
+    assert not pool.holds(make_manifest(2))
 
 
 async def test_request_ids_of_two_controls_never_meet(join_engine: Any) -> None:

@@ -6,116 +6,25 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from wingbeat.core.samples import EpisodeSamples, TrainingSample
-from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.core.types import Split, Task
 from wingbeat.core.worker_protocol import (
     CheckpointSaved,
-    ControlMessage,
     Export,
     Exported,
     Failed,
-    Manifest,
     PinVersion,
     ReleaseVersion,
     SaveCheckpoint,
-    StepDone,
-    TrainerReady,
     TrainStep,
     UnpinVersion,
 )
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
-from wingbeat.server.policies import PolicyHost, TrainerState
-from wingbeat.server.signals import Changed
+from wingbeat.dataflow.records import GroupSpec
+from wingbeat.server.policies import TrainerState
 
-Make = Callable[..., Manifest]
-
-
-class FakeTrainer:
-    """A trainer that is a list of what it was told."""
-
-    def __init__(self, host: PolicyHost, make_manifest: Make, on_told: Callable[[], None]) -> None:
-        self.host = host
-        self.sent: list[ControlMessage] = []
-        self._make = make_manifest
-        self._on_told = on_told
-
-    def _receive(self, message: ControlMessage) -> None:
-        self.sent.append(message)
-        self._on_told()
-
-    def join(self, step: int = 0) -> None:
-        self.host.trainer_joined(self._receive)
-        self.host.trainer_ready(TrainerReady("solver", step, self._make(step)))
-
-    def done(self, step: int, *, checksum: str | None = None, **metrics: float) -> None:
-        self.host.step_done(
-            StepDone("solver", f"solver-{step}", step, self._make(step, checksum=checksum), metrics, {}, 0.0, 1.0)
-        )
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-    @property
-    def steps(self) -> list[tuple[int, bool]]:
-        return [(message.batch.step, message.replay) for message in self.of(TrainStep)]
-
-
-class Course:
-    """A desk whose solver is fed with groups and trained by a fake."""
-
-    def __init__(self, desk: Any, make_manifest: Make) -> None:
-        self.desk = desk
-        self.host: PolicyHost = desk.solver
-        self.make = make_manifest
-        self.finished: list[tuple[int, dict[str, float]]] = []
-        self.moved = Changed()
-
-    def trainer(self) -> FakeTrainer:
-        return FakeTrainer(self.host, self.make, self.moved.notify)
-
-    async def after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
-        self.finished.append((host.version, metrics))
-        self.moved.notify()
-
-    def group(self, name: str, rewards: tuple[float, ...] = (0.0, 1.0), *, floor: int = 0) -> None:
-        """A training group that has closed: in the ledger and in the buffer."""
-        spec = GroupSpec(name, Task("src", "t"), Split.TRAIN, len(rewards), ("solver",), {"solver": floor})
-        ids = self.desk.book.open_group(spec)
-        self.desk.ledger.record_group(spec, episode_ids=ids)
-        for episode_id, reward in zip(ids, rewards, strict=True):
-            self.desk.book.take(name)
-            self.desk.book.begin(episode_id, 1)
-            self.desk.ledger.record_begin(episode_id, 1, group_id=name)
-            record = self._record(episode_id, name, reward, floor)
-            self.desk.book.finish(episode_id, 1, record)
-            self.desk.writes.append(self.desk.ledger.record_finish(record))
-        self.desk.finishing.settle()
-
-    def _record(self, episode_id: str, group_id: str, reward: float, version: int) -> EpisodeRecord:
-        sample = TrainingSample.build(
-            episode_id,
-            token_ids=np.array([1, 2], np.int32),
-            sampled=np.array([0, 1], np.uint8),
-            sampling_logprobs=np.array([0.0, -0.5], np.float32),
-            versions=np.array([-1, version], np.int32),
-        )
-        samples = EpisodeSamples(episode_id, 1, group_id, "solver", "", reward, (sample,))
-        return EpisodeRecord(
-            episode_id, 1, group_id, Outcome.AGENT, "digest", rewards={"solver": reward}, samples=(samples,)
-        )
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait for the trainer to be told or a step to be counted until something holds."""
-        while not condition():
-            assert await self.moved.wait(20.0)
-
-
-@pytest.fixture
-def open_course(open_desk: Any, make_manifest: Make) -> Callable[..., Course]:
-    return lambda **options: Course(open_desk(**options), make_manifest)
+Course = Any
+"""A desk with a policy in training (conftest)."""
 
 
 async def test_the_step_loop_trains_until_the_run_is_complete(open_course: Callable[..., Course]) -> None:
@@ -134,7 +43,9 @@ async def test_the_step_loop_trains_until_the_run_is_complete(open_course: Calla
     await course.until(lambda: len(trainer.steps) == 2)
     assert (course.host.version, course.host.complete) == (1, False)
     trainer.done(2, trained_tokens=3.0)
-    await asyncio.wait_for(run, 10)
+    await course.until(lambda: len(course.finished) == 2)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
     assert course.finished == [(1, {"trained_tokens": 2.0}), (2, {"trained_tokens": 3.0})]
     assert course.host.complete and course.host.trained_tokens == 5
     assert [m.step for m in trainer.of(SaveCheckpoint)] == [2]  # the last step is always saved
@@ -156,14 +67,15 @@ async def test_a_trainer_that_dies_in_a_step_is_replaced_and_repeats_what_it_los
     await course.until(lambda: first.steps)
     first.done(1)
     await course.until(lambda: len(first.steps) == 2)
-    course.host.trainer_left()
+    course.host.trainer.left()
     assert course.host.state is TrainerState.ABSENT and not course.host.has_trainer
     second = course.trainer()
     second.join(step=0)  # its last checkpoint is older
-    assert second.steps == [(1, True), (2, True)]
+    assert second.steps == [(1, True)]
     assert course.host.state is TrainerState.REPLAYING
     second.done(1)  # here control stands: the same weights again
-    assert course.host.version == 1
+    assert course.host.version == 1 and course.host.state is TrainerState.TRAINING
+    assert second.steps == [(1, True), (2, False)]
     second.done(2)
     await course.until(lambda: course.host.version == 2)
     assert course.host.state is TrainerState.READY
@@ -181,13 +93,20 @@ async def test_a_replay_that_gives_other_weights_is_told_and_served(open_course:
     await course.until(lambda: first.steps)
     first.done(1)
     await course.until(lambda: course.host.version == 1)
-    course.host.trainer_left()
+    course.host.trainer.left()
     second = course.trainer()
     second.join(step=0)
     second.done(1, checksum="other")
     assert [e["exact"] for e in course.desk.log if e["event"] == "replayed"] == [False]
-    assert course.host.manifest is not None and course.host.manifest.checksum == "other"
-    assert course.host.state is TrainerState.READY
+    assert course.host.state is TrainerState.ROLLING_BACK
+    second.begin(1, checksum="other")
+    await course.until_changed(lambda: course.host.state is TrainerState.READY)
+    assert (course.host.version, course.host.ancestry.current) == (1, 1)  # the version and its samples keep
+    assert course.host.manifest is not None
+    assert (course.host.manifest.checksum, course.host.manifest.lineage) == ("other", 1)
+    assert course.desk.ledger.summary().trained_step == {"solver": 1} and course.desk.ledger.verify() == []
+    (lineage,) = course.desk.ledger.lineages()
+    assert (lineage.base_step, "inexact" in lineage.reason) == (1, True)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
@@ -199,13 +118,15 @@ async def test_without_a_trainer_the_logged_step_waits_for_one(open_course: Call
     run = asyncio.create_task(course.host.run(course.after_step))
     first.join()
     await course.until(lambda: first.steps)
-    course.host.trainer_left()
+    course.host.trainer.left()
     second = course.trainer()
     second.join(step=1)  # it had ended the step, but control did not hear of it
     assert second.steps == [] and course.host.state is TrainerState.TRAINING
     second.done(1)
-    await asyncio.wait_for(run, 10)
-    assert course.host.version == 1
+    await course.until(lambda: course.finished)
+    assert course.host.version == 1 and course.host.complete
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
 
 
 async def test_a_failed_step_halts_this_policy_with_its_reason(open_course: Callable[..., Course]) -> None:
@@ -215,7 +136,7 @@ async def test_a_failed_step_halts_this_policy_with_its_reason(open_course: Call
     run = asyncio.create_task(course.host.run(course.after_step))
     trainer.join()
     await course.until(lambda: trainer.steps)
-    course.host.failed(Failed("solver", "train_step", "loss is NaN"))
+    course.host.trainer.failed(Failed("solver", "train_step", "loss is NaN"))
     await asyncio.wait_for(run, 10)
     assert course.host.halted == "training of 'solver' stopped: loss is NaN"
     assert course.host.complete and course.finished == [] and course.host.version == 0
@@ -230,24 +151,24 @@ async def test_exports_end_with_their_answer_their_failure_or_their_trainer(open
     trainer.join()
     done = asyncio.create_task(course.host.export(path))
     await asyncio.sleep(0)
-    course.host.exported(Exported("solver", 0, trainer.of(Export)[0].path))
+    course.host.trainer.exported(Exported("solver", 0, trainer.of(Export)[0].path))
     assert (await done).step == 0
     failing = asyncio.create_task(course.host.export(path))
     await asyncio.sleep(0)
-    course.host.failed(Failed("solver", "export", "disk full"))
+    course.host.trainer.failed(Failed("solver", "export", "disk full"))
     with pytest.raises(RuntimeError, match="disk full"):
         await failing
     assert not course.host.halted
     lost = asyncio.create_task(course.host.export(path))
     await asyncio.sleep(0)
-    course.host.trainer_left()
+    course.host.trainer.left()
     with pytest.raises(ConnectionError):
         await lost
 
 
 def test_checkpoints_are_recorded(open_course: Callable[..., Course]) -> None:
     course = open_course()
-    course.host.checkpoint_saved(CheckpointSaved("solver", 4, "/checkpoints/4"))
+    course.host.trainer.checkpoint_saved(CheckpointSaved("solver", 4, "/checkpoints/4"))
     course.desk.check_writes()
     assert [c.step for c in course.desk.ledger.checkpoints("solver")] == [4]
 
@@ -362,7 +283,7 @@ async def test_a_returning_trainer_does_not_lose_the_file_of_a_pinned_version(
         await course.until(lambda step=step: host.version == step)
         engine.serve(step)
         host.release_unused()
-    host.trainer_left()
+    host.trainer.left()
     second = course.trainer()
     second.join(step=0)
     second.done(1)

@@ -88,6 +88,37 @@ def finish(reward: float = 1.0, outcome: Outcome = Outcome.AGENT) -> FinishReque
     return FinishRequest(outcome=outcome, rewards=reward)
 
 
+# --- rollbacks and a full disk -------------------------------------------------------------------
+
+
+async def test_an_episode_that_ran_through_a_rollback_is_not_newer_than_what_survives(open_desk: OpenDesk) -> None:
+    desk = open_desk(group_size=2)
+    episode, later = await begun(desk, 2)
+    take_turn(desk, episode, version=5)
+    take_turn(desk, later, version=1)
+    desk.registry.rebase("solver", highest=2)
+    desk.registry.rebase("solver", highest=3)  # a later rollback to a later step changes nothing for it
+    await desk.finishing.finish(episode, finish())
+    await desk.finishing.finish(later, finish())
+    versions = [
+        {int(v) for part in samples.samples for v in part.versions_T if v >= 0}
+        for attempt in (episode, later)
+        for samples in desk.ledger.episode(attempt.episode_id)[0].record.samples
+    ]
+    assert versions == [{0, 2}, {0, 1}]
+    desk.check_writes()
+
+
+async def test_on_a_full_disk_no_training_group_is_admitted(
+    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = open_desk()
+    monkeypatch.setattr(type(desk.ledger), "blocked", property(lambda self: "the disk is full"))
+    assert not desk.solver.admits_group() and await leases(desk, 1) == []
+    monkeypatch.undo()
+    assert desk.solver.admits_group() and len(await leases(desk, 1)) == 1
+
+
 # --- begin -------------------------------------------------------------------------------------
 
 
@@ -169,7 +200,7 @@ async def test_the_first_policy_of_an_episode_trains_else_the_configs_order_hold
     named = await begin(desk, task=TaskModel(id="mine"), policies=["judge", "editor", "writer"])
     assert named.policies == ["editor", "writer", "judge"]
     for host in desk.policies.values():
-        host._adopt(make_manifest(0, policy=host.name))
+        host.adopt(make_manifest(0, policy=host.name))
     desk.evaluations.start(EvaluationRequest(policy="editor"))
     (lease,) = await leases(desk, splits=(Split.EVAL,))
     scored = await begin(desk, lease_id=lease.lease_id)
@@ -245,8 +276,8 @@ async def test_a_finish_is_durable_and_the_same_again_gets_the_same_answer(open_
     episode, _ = await begun(desk, 2)
     reply = await desk.finishing.finish(episode, finish())
     assert (reply.state, reply.num_turns, reply.num_sampled_tokens) == ("finished", 1, 2)
-    receipt = desk.ledger.finish_of(episode.episode_id, 1)
-    assert receipt is not None and receipt.num_turns == 1
+    record = desk.ledger.episode(episode.episode_id)[0].record
+    assert record is not None and record.num_turns == 1
     assert await desk.finishing.finish(episode, finish()) == reply
     with pytest.raises(IdempotencyConflict):
         await desk.finishing.finish(episode, finish(0.5))
@@ -519,7 +550,7 @@ async def test_an_evaluation_pins_its_version_and_never_feeds_the_buffer(
     desk = open_desk()
     with pytest.raises(Exception, match="no weights yet"):
         desk.evaluations.start(EvaluationRequest())
-    desk.solver._adopt(make_manifest(0))
+    desk.solver.adopt(make_manifest(0))
     name = desk.evaluations.start(EvaluationRequest(name="before"))
     assert desk.solver.is_pinned(0)
     found = await leases(desk, 5, (Split.EVAL, Split.TRAIN))
@@ -541,7 +572,7 @@ async def test_an_evaluation_pins_its_version_and_never_feeds_the_buffer(
 
 async def test_a_slot_is_not_lost_where_its_pinned_version_is_gone(open_desk: OpenDesk, make_manifest: Any) -> None:
     desk = open_desk()
-    desk.solver._adopt(make_manifest(0))
+    desk.solver.adopt(make_manifest(0))
     desk.solver.pin(0)
     fields: dict[str, Any] = {
         "task": TaskModel(id="t"),

@@ -28,10 +28,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from wingbeat.core.config.schema import LoraConfig, PolicyConfig, TrainerConfig
-from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
+from wingbeat.core.config import LoraConfig, PolicyConfig, TrainerConfig
+from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample, TurnCredit
 from wingbeat.trainer.rows import Row
+from wingbeat.trainer.scores import TokenScores
 from wingbeat.trainer.single import PolicyTrainer
+from wingbeat.trainer.token_batch import TokenBatch
 
 VOCAB = 48
 CONTEXT = 32
@@ -105,22 +107,22 @@ def build_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A saved tiny model of a kind, with a tokenizer of as many words."""
-    made: dict[str, Path] = {}
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A saved tiny model of a kind and a seed, with a tokenizer of as many words."""
+    made: dict[tuple[str, int], Path] = {}
 
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            build(kind).save_pretrained(made[kind])
-            write_tokenizer(made[kind])
-        return made[kind]
+    def folder(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in made:
+            made[kind, seed] = path = tmp_path_factory.mktemp(kind)
+            build(kind, seed).save_pretrained(path)
+            write_tokenizer(path)
+        return made[kind, seed]
 
     return folder
 
 
 @pytest.fixture
-def make_trainer(model_folder: Callable[[str], Path]) -> Callable[..., PolicyTrainer]:
+def make_trainer(model_folder: Callable[..., Path]) -> Callable[..., PolicyTrainer]:
     def make(
         kind: str = "qwen3",
         *,
@@ -129,7 +131,9 @@ def make_trainer(model_folder: Callable[[str], Path]) -> Callable[..., PolicyTra
         total_steps: int = 100,
         **settings: Any,
     ) -> PolicyTrainer:
-        trainer = TrainerConfig(**({"learning_rate": 1e-2} | settings))
+        needed = {"distill": {"teacher": str(model_folder(kind, 1))}, "sft": {"sft_min_reward": 0.5}}
+        chosen = needed.get(settings.get("algorithm", ""), {}) | settings
+        trainer = TrainerConfig(**({"learning_rate": 1e-2} | chosen))
         config = PolicyConfig(model="x", context_tokens=CONTEXT, trainer=trainer, lora=lora)
         return PolicyTrainer(
             model_folder(kind), config=config, total_steps=total_steps, seed=3, device="cpu", dtype=dtype
@@ -197,13 +201,15 @@ def random_rows(rng: np.random.Generator) -> list[Row]:
             kept = old[: int(rng.integers(0, len(old) + 1))]
             fresh = np.concatenate([kept, fresh[: 0 if rng.random() < 0.2 and len(kept) > 1 else None]])
         paths.append(fresh[:24])
-    rows = [random_row(rng, path, episode=index % 4) for index, path in enumerate(paths)]
+    rows = [random_row(rng, path, episode=index % 4, index=index) for index, path in enumerate(paths)]
     if not any(row.num_trained for row in rows):
-        rows.append(random_row(rng, np.arange(3), start=1))
+        rows.append(random_row(rng, np.arange(3), start=1, index=len(rows)))
     return rows
 
 
-def random_row(rng: np.random.Generator, path: np.ndarray, *, episode: int = 0, start: int | None = None) -> Row:
+def random_row(
+    rng: np.random.Generator, path: np.ndarray, *, episode: int = 0, start: int | None = None, index: int = 0
+) -> Row:
     """Trains turns of two tokens at random, or everything from ``start`` on."""
     trained = np.repeat(rng.random(len(path) // 2 + 1) < 0.6, 2)[: len(path)]
     trained[:1] = False
@@ -217,7 +223,63 @@ def random_row(rng: np.random.Generator, path: np.ndarray, *, episode: int = 0, 
         temperature=float(rng.choice([0.7, 1.0])),
         num_excluded=0,
         supports_N=np.full(len(targets_N), -1, np.int32),
+        index=index,
     )
+
+
+def forked_episode(
+    rng: np.random.Generator,
+    parents: Sequence[int],
+    *,
+    lengths: Sequence[int] = (),
+    rewards: Sequence[float] = (),
+    states: Sequence[str] = (),
+    **facts: Any,
+) -> EpisodeSamples:
+    """An episode whose turns ``t0``, ``t1``, ... continue those at ``parents`` (-1: none).
+
+    A turn has two prompt tokens and ``lengths`` sampled ones (unset: 2); there is a sample for each end, and each turn
+    trains in the first sample that holds it.  The reward, unless given, is the sum of those of the turns.
+    """
+    count = len(parents)
+    tokens = [rng.integers(0, VOCAB, 2 + (lengths[place] if lengths else 2)) for place in range(count)]
+    turn_rewards = list(rewards) or [0.0] * count
+    known = {"episode_id": "e", "attempt": 1, "group_id": "g", "policy": "p", "agent": "", "reward": sum(turn_rewards)}
+    known |= facts
+    samples: list[TrainingSample] = []
+    trained: set[int] = set()
+    for leaf in (place for place in range(count) if place not in parents):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        fresh = [place for place in path if place not in trained]
+        trained |= set(fresh)
+        starts = np.cumsum([0, *(len(tokens[place]) for place in path)])[:-1] + 2
+        masks = [np.r_[0, 0, np.full(len(tokens[place]) - 2, place in fresh)] for place in path]
+        sampled = np.concatenate(masks).astype(np.uint8)
+        samples.append(
+            TrainingSample.build(
+                f"{known['episode_id']}s{leaf}",
+                token_ids=np.concatenate([tokens[place] for place in path]).astype(np.int32),
+                sampled=sampled,
+                sampling_logprobs=np.where(sampled, -rng.uniform(1, 4, len(sampled)), 0).astype(np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
+                turn_ids=tuple(f"t{place}" for place in fresh),
+                turn_starts=tuple(int(start) for start, place in zip(starts, path, strict=True) if place in fresh),
+            )
+        )
+    turns = tuple(
+        TurnCredit(
+            f"t{place}", f"t{parent}" if parent >= 0 else "", turn_rewards[place], states[place] if states else ""
+        )
+        for place, parent in enumerate(parents)
+    )
+    return EpisodeSamples(**known, samples=tuple(samples), turns=turns)
+
+
+@pytest.fixture(scope="session")
+def make_episode() -> Callable[..., EpisodeSamples]:
+    return forked_episode
 
 
 @pytest.fixture(scope="session")
@@ -238,3 +300,40 @@ def make_batch() -> Callable[..., TrainingBatch]:
 @pytest.fixture(scope="session")
 def make_sample() -> Callable[..., TrainingSample]:
     return sample
+
+
+def token_batch(
+    ratios: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    sequences: Sequence[int] | None = None,
+    on_policy: bool = True,
+    sft_weights: Sequence[float] | None = None,
+    **scores: Any,
+) -> TokenBatch:
+    """Trained tokens whose policy probability is ``ratios`` times that of sampling, exp(-2); all float64.
+
+    ``scores`` are those of :class:`TokenScores`.
+    """
+
+    def double(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    count = len(ratios)
+    return TokenBatch(
+        policy_logprobs_N=double(ratios).log().sub(2.0).requires_grad_(),
+        sampling_logprobs_N=torch.full((count,), -2.0, dtype=torch.float64),
+        entropy_N=torch.arange(count, dtype=torch.float64).requires_grad_(),
+        advantages_N=double(advantages),
+        weights_N=double(weights or [1.0] * count),
+        sequences_N=torch.tensor(sequences or range(count)),
+        on_policy_N=torch.full((count,), on_policy),
+        sft_weights_N=None if sft_weights is None else double(sft_weights),
+        scores=TokenScores(**{name: torch.as_tensor(values) for name, values in scores.items()}),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_tokens() -> Callable[..., TokenBatch]:
+    return token_batch

@@ -6,17 +6,19 @@ import math
 import random
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.core.config.schema import Algorithm
+from wingbeat.core.config.trainer import Algorithm
 from wingbeat.core.errors import InvalidReward
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
-from wingbeat.trainer.advantages import compute_advantages, shuffled_advantages
+from wingbeat.trainer.advantages import compute_advantages, estimate, shuffled_order
 
-WITH_BASELINE: list[Algorithm] = ["rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "reinforce_plus_plus"]
+STANDARDISED: list[Algorithm] = ["grpo", "dapo", "cispo", "gspo", "sapo", "m2po", "decoupled_ppo"]
+WITH_BASELINE: list[Algorithm] = ["rloo", "dr_grpo", "maxrl", "reinforce_plus_plus", *STANDARDISED]
 
 
 def _samples(count: int) -> tuple[TrainingSample, ...]:
@@ -58,11 +60,8 @@ def _advantages(episodes: Sequence[EpisodeSamples], algorithm: Algorithm, eps: f
     [
         ("dr_grpo", 0.5),
         ("rloo", 2 / 3),
-        ("grpo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
-        ("dapo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
-        ("cispo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
-        ("gspo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
-        ("sapo", 0.5 / (math.sqrt(1 / 3) + 1e-4)),
+        ("maxrl", 1.0),
+        *((algorithm, 0.5 / (math.sqrt(1 / 3) + 1e-4)) for algorithm in STANDARDISED),
         ("reinforce_plus_plus", 0.5 / (0.5 + 1e-4)),
     ],
 )
@@ -85,6 +84,39 @@ def test_reinforce_plus_plus_compares_with_the_whole_batch() -> None:
     episodes = [*_episodes([2, 2], group="a"), *_episodes([0, 0], group="b"), *_episodes([5, 9], agent="critic")]
     found = _advantages(episodes, "reinforce_plus_plus", eps=0.25)
     assert found == pytest.approx([0.8, 0.8, -0.8, -0.8, -2 / 2.25, 2 / 2.25])
+
+
+def test_maxrl_weighs_rare_successes_more() -> None:
+    """(r - mean) / mean: one of four gains 3, three of four gain 1/3 each; none of four teach nothing."""
+    assert _advantages(_episodes([1, 0, 0, 0]), "maxrl") == [3, -1, -1, -1]
+    assert _advantages(_episodes([1, 1, 1, 0]), "maxrl") == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert _advantages(_episodes([0, 0, 0]), "maxrl") == [0, 0, 0]
+
+
+def test_maxrl_refuses_rewards_below_zero() -> None:
+    """Their mean could be negative, and would turn every sign around."""
+    with pytest.raises(InvalidReward, match="at least 0, got -1"):
+        _advantages(_episodes([1, -1]), "maxrl")
+
+
+def test_shaping_counts() -> None:
+    episodes = [msgspec.structs.replace(episode, shaping=-0.5 * i) for i, episode in enumerate(_episodes([1, 1]))]
+    assert _advantages(episodes, "dr_grpo") == [0.25, -0.25]
+
+
+def test_a_member_that_votes_with_several_values_has_one_vote() -> None:
+    """Votes (4, 0) and 1: mean (2 + 1) / 2; variance ((2.5^2 + 1.5^2) / 2 + 0.5^2) / (2 - 1)."""
+    votes = [[4.0, 0.0], [1.0]]
+    assert estimate(votes, algorithm="dr_grpo", eps=1) == [[2.5, -1.5], [-0.5]]
+    assert estimate(votes, algorithm="rloo", eps=1) == [[3, -1], [-1]]
+    std = math.sqrt(4.5)
+    (first, second), (third,) = estimate(votes, algorithm="grpo", eps=0.5)
+    assert [first, second, third] == pytest.approx([2.5 / (std + 0.5), -1.5 / (std + 0.5), -0.5 / (std + 0.5)])
+
+
+@pytest.mark.parametrize("algorithm", WITH_BASELINE)
+def test_one_member_s_own_values_are_no_baseline(algorithm: Algorithm) -> None:
+    assert estimate([[1.0, 0.0]], algorithm=algorithm, eps=1e-4) == [[0.0, 0.0]]
 
 
 def test_groups_of_unequal_size_with_one_constant() -> None:
@@ -124,13 +156,12 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
         _advantages(_episodes([1.0, reward]), "grpo")
 
 
-def test_shuffled_control_keeps_the_values() -> None:
-    values = [float(value) for value in range(20)]
-    shuffled = shuffled_advantages(values, seed=4)
-    assert shuffled != values
-    assert sorted(shuffled) == values
-    assert shuffled == shuffled_advantages(values, seed=4)
-    assert shuffled != shuffled_advantages(values, seed=5)
+def test_shuffled_control_deals_each_episode_once() -> None:
+    order = shuffled_order(20, seed=4)
+    assert order != list(range(20))
+    assert sorted(order) == list(range(20))
+    assert order == shuffled_order(20, seed=4)
+    assert order != shuffled_order(20, seed=5)
 
 
 @given(
@@ -139,7 +170,7 @@ def test_shuffled_control_keeps_the_values() -> None:
     seed=st.integers(0, 1000),
 )
 def test_baselines_sum_to_zero_and_ignore_order(rewards: list[float], algorithm: Algorithm, seed: int) -> None:
-    episodes = _episodes(rewards)
+    episodes = _episodes([abs(reward) for reward in rewards] if algorithm == "maxrl" else rewards)
     found = _advantages(episodes, algorithm)
     assert sum(found) == pytest.approx(0, abs=1e-8)
     order = list(range(len(rewards)))

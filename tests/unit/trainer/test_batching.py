@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,24 +34,58 @@ def _worked_sample(logprobs: list[float], *, temperature: float = 1.0) -> Traini
 
 def test_each_sampled_token_is_explained_by_the_position_before_it() -> None:
     rows = build_rows([_episode((_worked_sample([0, 0, -1, -2, 0, -3], temperature=0.5),))], vocabulary=48)
-    credit = Credit(advantages=[0.75], weights=[0.5])
-    (micro,) = micro_batches(rows, credit=credit, max_tokens=100, device=torch.device("cpu"))
+    credit = Credit([np.array([0.75, 0.25, -1.0])], [0.5])
+    (micro,) = micro_batches(rows, max_tokens=100, device=torch.device("cpu"))
     assert micro.sources_N.tolist() == [1, 2, 4]
     assert micro.targets.targets_N.tolist() == [10, 11, 30]
-    assert micro.facts.sampling_logprobs_N.tolist() == [-1, -2, -3]
-    assert micro.facts.versions_N.tolist() == [4, 4, 5]
     assert micro.targets.temperatures_N.tolist() == [0.5] * 3
-    assert micro.facts.advantages_N.tolist() == [0.75] * 3
-    assert micro.facts.weights_N.tolist() == [0.5] * 3
+    facts = TokenFacts.of(micro.rows, credit=credit, device=torch.device("cpu"))
+    assert facts.sampling_logprobs_N.tolist() == [-1, -2, -3]
+    assert facts.versions_N.tolist() == [4, 4, 5]
+    assert facts.advantages_N.tolist() == [0.75, 0.25, -1.0]
+    assert facts.weights_N.tolist() == [0.5] * 3
 
 
 def test_turns_are_numbered_over_rows() -> None:
-    """Two turns in a row; a token that cannot train ends one; the next row begins a new one."""
+    """Runs of two turns whose sample does not name them; the next row begins a new one."""
     samples = tuple(_worked_sample(found) for found in ([0, 0, -1, -2, 0, -3], [0, 0, float("nan"), -2, 0, -3]))
     rows = build_rows([_episode(samples)], vocabulary=48)
-    facts = TokenFacts.of(rows, credit=Credit(advantages=[1], weights=[1]), device=torch.device("cpu"))
+    facts = TokenFacts.of(rows, credit=Credit([np.ones(3), np.ones(2)], [1]), device=torch.device("cpu"))
     assert facts.sequences_N.tolist() == [1, 1, 2, 3, 4]
     assert facts.take(torch.tensor([3, 4])).sequences_N.tolist() == [3, 4]
+
+
+def test_a_turn_stays_one_around_a_token_that_cannot_train() -> None:
+    """Where the sample names its turns.  They may touch, too: the second begins right behind the first one's token."""
+    sample = TrainingSample.build(
+        "s",
+        token_ids=np.arange(9, dtype=np.int32),
+        sampled=np.array([0, 1, 1, 1, 1, 1, 0, 1, 1], np.uint8),
+        sampling_logprobs=np.array([0, -1, float("nan"), -1, -1, -1, 0, float("nan"), -1], np.float32),
+        versions=np.zeros(9, np.int32),
+        turn_ids=("a", "b", "c"),
+        turn_starts=(1, 4, 7),
+    )
+    rows = build_rows([_episode((sample, sample))], vocabulary=48)
+    facts = TokenFacts.of(rows, credit=Credit([np.ones(5)] * 2, [1]), device=torch.device("cpu"))
+    assert facts.sequences_N.tolist() == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
+
+
+def test_credit_of_another_row_is_refused() -> None:
+    rows = build_rows([_episode((_worked_sample([0, 0, -1, -2, 0, -3]),))], vocabulary=48)
+    with pytest.raises(ValueError, match="row 0: expected 3 advantages, one per trained token, got 2"):
+        TokenFacts.of(rows, credit=Credit([np.ones(2)], [1]), device=torch.device("cpu"))
+
+
+def test_tokens_know_their_turns() -> None:
+    """The first turn begins at 2, its first token cannot train; the second at 5."""
+    sample = _worked_sample([0, 0, float("nan"), -2, 0, -3])
+    named = msgspec.structs.replace(sample, turn_ids=("a", "b"), turn_starts=(2, 5))
+    (row,) = build_rows([_episode((named,))], vocabulary=48)
+    assert [row.turn_ids[place] for place in row.turns_N] == ["a", "b"]
+    (nameless,) = build_rows([_episode((sample,))], vocabulary=48)
+    with pytest.raises(ValueError, match="expected a turn for each trained token, got 0 starts for 0 turns"):
+        _ = nameless.turns_N
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
@@ -80,8 +115,7 @@ def test_greedy_samples_are_refused() -> None:
 def test_padding_is_on_the_right_and_masked(make_sample: Callable[..., TrainingSample]) -> None:
     rng = np.random.default_rng(0)
     rows = build_rows([_episode((make_sample(rng, "a", length=4), make_sample(rng, "b", length=7)))], vocabulary=48)
-    credit = Credit(advantages=[1], weights=[1])
-    (micro,) = micro_batches(rows, credit=credit, max_tokens=14, device=torch.device("cpu"))
+    (micro,) = micro_batches(rows, max_tokens=14, device=torch.device("cpu"))
     assert micro.attention_mask_BT.tolist() == [[1] * 7, [1] * 4 + [0] * 3]
     assert micro.input_ids_BT[1, :4].tolist() == rows[0].token_ids_T.tolist()
     assert micro.num_tokens == 11

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wingbeat.core.config.schema import LoraConfig
+from wingbeat.core.config.trainer import LoraConfig
 from wingbeat.core.errors import SetupError
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.checkpoint import CheckpointStore
@@ -115,6 +115,15 @@ def test_going_back_abandons_later_checkpoints(tmp_path: Path) -> None:
     store.load_latest(found)
     assert found.tensors["value"].tolist() == [-1.0]
     assert not list(tmp_path.glob(".partial*"))
+
+
+def test_the_lineage_is_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.load_latest(Counter()).lineage == 0
+    scalars = store.save(Counter(1), lineage=3) / "state.json"
+    assert store.load_latest(Counter()).lineage == 3
+    scalars.write_text(scalars.read_text().replace('"lineage": 3,', ""))
+    assert store.load_latest(Counter()).lineage == 0, "written before there were lineages"
 
 
 def test_loading_can_be_bounded(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from wingbeat.core.config.schema import LoraConfig
+from wingbeat.core.config.trainer import LoraConfig
 from wingbeat.core.errors import SetupError
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.single import PolicyTrainer

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from wingbeat.core.config.schema import Algorithm, TrainerConfig
-from wingbeat.trainer.losses import (
-    LossConfig,
-    TokenBatch,
-    TokenStats,
-    Totals,
-    policy_loss,
-    token_stats,
-    token_weight,
-)
+from wingbeat.core.config.trainer import Algorithm, TrainerConfig
+from wingbeat.trainer.loss_config import Corrections, LossConfig
+from wingbeat.trainer.loss_stats import TokenStats, token_stats
+from wingbeat.trainer.losses import policy_loss
+from wingbeat.trainer.scores import TokenScores
+from wingbeat.trainer.token_batch import TokenBatch
+from wingbeat.trainer.updates import Totals, token_weight
 
 TOTALS = Totals(num_episodes=2, num_tokens=4)
 
@@ -35,6 +30,7 @@ def _tokens(
     weights: list[float] | None = None,
     sequences: list[int] | None = None,
     on_policy: bool = True,
+    scores: TokenScores | None = None,
 ) -> TokenBatch:
     count = len(ratios)
     return TokenBatch(
@@ -45,6 +41,7 @@ def _tokens(
         weights_N=torch.tensor(weights or [1.0] * count, dtype=torch.float64),
         sequences_N=torch.tensor(sequences or range(count)),
         on_policy_N=torch.full((count,), on_policy),
+        scores=scores or TokenScores(),
     )
 
 
@@ -59,6 +56,9 @@ def _tokens(
         ("dapo", -(3 * 1 - 2.2) / 4),
         ("reinforce_plus_plus", -(1 - 2.2) / 2),
         ("gspo", -(1 - 2.2) / 2),
+        ("maxrl", -(3 * 1 - 2.2) / 2),
+        ("ppo", -(3 * 1 - 2.2) / 4),
+        ("m2po", -(3 * 1 - 2.2) / 4),
     ],
 )
 def test_aggregation_by_hand(algorithm: Algorithm, expected: float) -> None:
@@ -128,6 +128,7 @@ def test_gspo_by_hand() -> None:
 
 
 def test_gspo_with_the_product_of_ratios_by_hand() -> None:
+    """trl#5814: exp(sum) against exp(mean) of a sequence's log-ratios; here an option."""
     tokens = _tokens([1.1, 1.1, 0.9], [1, 1, -2], weights=[0.5, 0.5, 1.0], sequences=[0, 0, 1])
     config = replace(_config("gspo"), sequence_ratio="product")
     assert policy_loss(tokens, config=config).item() == pytest.approx(-(1.21 - 1.8))
@@ -148,33 +149,94 @@ def test_sapo_by_hand() -> None:
     assert _gradient(tokens, config) == pytest.approx(_differences(tokens, config), abs=1e-7)
 
 
-def test_truncated_importance_sampling_by_hand() -> None:
-    """Cap 2: what is blamed at ratio 5 weighs 2, not 5; a ratio below the cap stays; a clipped one stays clipped."""
-    tokens = _tokens([5.0, 1.5, 5.0, 0.5], [-1.0, -1.0, 1.0, 1.0])
-    config = replace(_config(), tis_cap=2.0)
-    assert _gradient(tokens, config) == pytest.approx([2.0, 1.5, 0.0, -0.5])
-    assert _gradient(tokens, _config()) == pytest.approx([5.0, 1.5, 0.0, -0.5])
-    assert token_stats(tokens, config=config).metrics()["correction/capped"] == 0.5
+def test_decoupled_ppo_by_hand() -> None:
+    """The clip is of policy / proximal, the weight is proximal / sampling: (u, w) = (1.5, 2), (1.1, 1/2), (0.5, 2)."""
+    ratios, behaviour = [3.0, 0.55, 1.0], [2.0, 0.5, 2.0]
+    scores = TokenScores(proximal_N=torch.tensor(behaviour, dtype=torch.float64).log() - 2)
+    tokens = _tokens(ratios, [1.0, -1.0, -2.0], scores=scores)
+    config = _config("decoupled_ppo")
+    # Cut at 1.3; kept; cut at 0.8.
+    assert policy_loss(tokens, config=config).item() == pytest.approx(-(1.3 * 2 - 1.1 / 2 - 2 * 0.8 * 2))
+    assert _gradient(tokens, config) == pytest.approx([0.0, 0.55, 0.0])
+    capped = replace(config, corrections=Corrections(tis_cap=1.5))
+    assert policy_loss(tokens, config=capped).item() == pytest.approx(-(1.3 * 1.5 - 1.1 / 2 - 2 * 0.8 * 1.5))
+    assert token_stats(tokens, config=capped).metrics()["correction/capped"] == pytest.approx(2 / 3)
+    assert token_stats(tokens, config=config).metrics()["clip_ratio/high"] == pytest.approx(1 / 3)
 
 
-def test_sequence_mask_by_hand() -> None:
-    """Turns with geometric means 1 (of 2 and 1/2), 1.5 and 0.6 against bounds 0.7 and 1.4: one is trained."""
-    tokens = _tokens([2.0, 0.5, 1.5, 0.6], [-1.0, -1.0, -1.0, 1.0], sequences=[0, 0, 1, 2])
-    config = replace(_config(), sequence_mask=(0.7, 1.4))
-    assert _gradient(tokens, config) == pytest.approx([2.0, 0.0, 0.0, 0.0])
-    assert policy_loss(tokens, config=config).item() == pytest.approx(2.0 + 0.8)
-    assert token_stats(tokens, config=config).metrics()["correction/masked"] == 0.5
-    one_sided = replace(config, sequence_mask=(0.0, 1.4))
-    assert _gradient(tokens, one_sided) == pytest.approx([2.0, 0.0, 0.0, -0.6])
+def test_decoupled_ppo_without_an_earlier_move_is_the_plain_importance_weight() -> None:
+    """Before the first update the proximal policy is the policy: nothing is clipped, however old the sample."""
+    tokens = _tokens([5.0, 0.1], [1.0, -1.0])
+    assert _gradient(tokens, _config("decoupled_ppo")) == pytest.approx([-5.0, 0.1])
+    assert _gradient(tokens, _config("grpo")) == pytest.approx([0.0, 0.0])
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "cispo", "gspo", "sapo"])
+def test_m2po_by_hand() -> None:
+    """No clip; what the mask takes out has no gradient and stays in the denominator, here 3."""
+    scores = TokenScores(kept_N=torch.tensor([True, False, True]))
+    tokens = _tokens([3.0, 9.0, 0.1], [1.0, 1.0, -1.0], weights=[1 / 3] * 3, scores=scores)
+    config = LossConfig.resolve(TrainerConfig(algorithm="m2po"), context_tokens=8)
+    assert policy_loss(tokens, config=config).item() == pytest.approx(-(3.0 - 0.1) / 3)
+    assert _gradient(tokens, config) == pytest.approx([-1.0, 0.0, 0.1 / 3])
+    metrics = token_stats(tokens, config=config).metrics()
+    assert metrics["correction/m2"] == metrics["correction/masked"] == pytest.approx(1 / 3)
+    assert metrics["m2"] == pytest.approx((math.log(3) ** 2 + math.log(9) ** 2 + math.log(10) ** 2) / 3)
+
+
+def test_distillation_by_hand() -> None:
+    """The advantage is log teacher - log policy, whatever the reward: log 2 above, log 4 below; the last is even."""
+    ratios = [1.0, 1.0, 1.0]
+    teacher = torch.tensor([2.0, 0.25, 1.0], dtype=torch.float64).log() - 2
+    tokens = _tokens(ratios, [7.0, 7.0, 7.0], scores=TokenScores(teacher_N=teacher))
+    config = _config("distill")
+    assert _gradient(tokens, config) == pytest.approx([-math.log(2), math.log(4), 0.0])
+    expected = sum(1 / share - 1 + math.log(share) for share in (0.5, 4.0, 1.0)) / 3
+    assert token_stats(tokens, config=config).metrics()["kl/teacher"] == pytest.approx(expected)
+
+
+def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
+    """In expectation over the policy's own tokens, with softmax logits as the parameters."""
+    logits_V = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64, requires_grad=True)
+    teacher_V = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5, 0.1], dtype=torch.float64), -1)
+    logprobs_V = torch.log_softmax(logits_V, -1)
+    (wanted,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - teacher_V)).sum(), logits_V, retain_graph=True)
+    tokens = replace(
+        _tokens([1.0] * 4, [0.0] * 4, scores=TokenScores(teacher_N=teacher_V)),
+        policy_logprobs_N=logprobs_V,
+        sampling_logprobs_N=logprobs_V.detach(),
+        weights_N=logprobs_V.detach().exp(),
+    )
+    (got,) = torch.autograd.grad(policy_loss(tokens, config=_config("distill")), logits_V)
+    assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
+
+
+def test_sft_by_hand() -> None:
+    """Cross-entropy of the chosen tokens, and nothing else."""
+    tokens = replace(_tokens([1.0, 2.0, 0.5], [9.0, 9.0, 9.0]), sft_weights_N=torch.tensor([0.5, 0.0, 0.5]).double())
+    config = LossConfig.resolve(TrainerConfig(algorithm="sft"), context_tokens=8)
+    assert policy_loss(tokens, config=config).item() == pytest.approx(-(-2 + math.log(0.5) - 2) / 2)
+    assert _gradient(tokens, config) == pytest.approx([-0.5, 0.0, -0.5])
+    beside = replace(_config("grpo"), sft_coef=0.1)
+    assert _gradient(tokens, beside) == pytest.approx([-9.05, 0.0, -4.55])
+
+
+def test_the_entropy_bonus_by_hand() -> None:
+    entropy_N = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    tokens = replace(_tokens([1.0, 1.0], [0.0, 1.0], weights=[0.25, 0.5]), entropy_N=entropy_N)
+    config = replace(_config(), entropy_coef=0.1)
+    loss = policy_loss(tokens, config=config)
+    assert loss.item() == pytest.approx(-0.5 - 0.1 * (0.25 + 1.0))
+    (grads,) = torch.autograd.grad(loss, entropy_N)
+    assert grads.tolist() == pytest.approx([-0.025, -0.05])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "cispo", "gspo", "sapo", "m2po", "maxrl"])
 def test_turns_may_be_split_over_forwards_in_any_order(algorithm: Algorithm) -> None:
     generator = torch.Generator().manual_seed(0)
     ratios = (0.2 * torch.randn(9, generator=generator, dtype=torch.float64)).exp()
     turns = [0, 0, 0, 1, 2, 2, 3, 3, 3]
     advantages = [1.0, 1, 1, -1, 2, 2, -2, -2, -2]
-    config = replace(_config(algorithm), sequence_mask=(0.8, 1.2))
+    config = replace(_config(algorithm), corrections=Corrections(sequence_mask=(0.8, 1.2)))
     whole = _gradient(_tokens(ratios.tolist(), advantages, sequences=turns), config)
     found = [math.nan] * 9
     for part in ([6, 7, 8, 0, 1, 2], [4, 5], [3]):
@@ -186,12 +248,36 @@ def test_turns_may_be_split_over_forwards_in_any_order(algorithm: Algorithm) -> 
     assert found == pytest.approx(whole, abs=1e-12)
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "reinforce_plus_plus", "cispo", "gspo", "sapo"])
+ON_POLICY_ALIKE = ["reinforce", "rloo", "reinforce_plus_plus", "cispo", "gspo", "sapo", "ppo", "decoupled_ppo", "maxrl"]
+
+
+@pytest.mark.parametrize("algorithm", ON_POLICY_ALIKE)
 def test_on_policy_gradient_is_the_plain_policy_gradient(algorithm: Algorithm) -> None:
     tokens = _tokens([1.0, 1.0], [3.0, -0.5])
     policy_loss(tokens, config=_config(algorithm)).backward()
     assert tokens.policy_logprobs_N.grad is not None
     assert tokens.policy_logprobs_N.grad.tolist() == pytest.approx([-3.0, 0.5])
+
+
+def test_turns_longer_than_a_thread_s_share_give_the_same_bits() -> None:
+    """A replay must; what several threads add up in the order in which they come does not."""
+    torch.set_num_threads(4)
+    torch.manual_seed(0)
+    count = 400_000
+    policy_N, weights_N = torch.randn(count) * 0.1 - 2, torch.rand(count)
+    gradients = set[tuple[float, ...]]()
+    for _ in range(8):
+        tokens = TokenBatch(
+            policy_logprobs_N=policy_N.clone().requires_grad_(),
+            sampling_logprobs_N=torch.full((count,), -2.0),
+            entropy_N=torch.zeros(count),
+            advantages_N=torch.ones(count),
+            weights_N=weights_N,
+            sequences_N=torch.arange(2).repeat_interleave(count // 2),
+            on_policy_N=torch.zeros(count, dtype=torch.bool),
+        )
+        gradients.add(tuple(_gradient(tokens, _config("gspo"))[:: count // 2]))
+    assert len(gradients) == 1
 
 
 def test_a_wild_ratio_stays_finite_in_float32() -> None:
@@ -244,49 +330,3 @@ def test_statistics_add_up_over_parts() -> None:
     summed = first + second + TokenStats()
     assert summed.metrics() | {"entropy": 0} == pytest.approx(whole.metrics() | {"entropy": 0})
     assert TokenStats().metrics() == {}
-
-
-def _clip(**settings: Any) -> tuple[float, float]:
-    found = LossConfig.resolve(TrainerConfig(**settings), context_tokens=99)
-    return found.clip_low, found.clip_high
-
-
-def test_clip_defaults_depend_on_the_algorithm() -> None:
-    assert _clip(algorithm="grpo") == (0.2, 0.2)
-    assert _clip(algorithm="cispo") == (1.0, 4.0)
-    assert _clip(algorithm="cispo", clip_low=0.5) == (0.5, 4.0)
-    assert _clip(algorithm="gspo") == (3e-4, 4e-4)
-    assert _clip(algorithm="gspo", sequence_ratio="product") == (0.2, 0.2)
-    assert _clip(algorithm="sapo") == (1.0, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"algorithm": "sapo", "clip_low": 0.2}, "no clip"),
-        ({"algorithm": "sapo", "clip_high": 0.2}, "no clip"),
-        ({"algorithm": "grpo", "sapo_tau_negative": 2.0}, "of sapo, not of grpo"),
-        ({"algorithm": "grpo", "sequence_ratio": "product"}, "sequence_ratio is of gspo"),
-        ({"algorithm": "cispo", "tis_cap": 2.0}, "tis_cap does not go with cispo"),
-        ({"algorithm": "gspo", "tis_cap": 2.0}, "tis_cap does not go with gspo"),
-        ({"algorithm": "sapo", "tis_cap": 2.0}, "tis_cap does not go with sapo"),
-        ({"tis_cap": 0.5}, "greater than or equal to 1"),
-        ({"sequence_mask_low": 1.5}, "less than or equal to 1"),
-    ],
-)
-def test_keys_that_would_change_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        TrainerConfig(**settings)
-
-
-def test_a_config_survives_its_own_dump() -> None:
-    for config in (TrainerConfig(), TrainerConfig(algorithm="sapo", sapo_tau_negative=2.0, sequence_mask_high=1.1)):
-        assert TrainerConfig(**config.model_dump(mode="json")) == config
-
-
-def test_defaults_depend_on_the_algorithm() -> None:
-    assert LossConfig.resolve(TrainerConfig(algorithm="grpo"), context_tokens=99).clip_high == 0.2
-    assert LossConfig.resolve(TrainerConfig(algorithm="dapo"), context_tokens=99).clip_high == 0.28
-    assert LossConfig.resolve(TrainerConfig(algorithm="dapo", clip_high=0.5), context_tokens=99).clip_high == 0.5
-    assert LossConfig.resolve(TrainerConfig(), context_tokens=99).length_norm_tokens == 99
-    assert LossConfig.resolve(TrainerConfig(length_norm_tokens=7), context_tokens=99).length_norm_tokens == 7

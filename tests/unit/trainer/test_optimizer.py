@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wingbeat.core.config.schema import TrainerConfig
+from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.trainer.optimizer import PolicyOptimizer, lr_at
 

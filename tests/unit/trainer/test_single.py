@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from wingbeat.core.config.schema import Algorithm, LoraConfig
+from wingbeat.core.config.trainer import Algorithm, LoraConfig
 from wingbeat.core.errors import ConflictError, RequestError, SetupError
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.trainer.single import PolicyTrainer
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+QUICK: tuple[Algorithm, ...] = ("grpo", "gspo", "ppo", "m2po")
+"""In the unit part: the default, one with a ratio per turn, one with a critic, one with a mask over the update."""
 PPO_GAIN: tuple[Algorithm, ...] = ("reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "dapo")
 MakeTrainer = Callable[..., PolicyTrainer]
 MakeBatch = Callable[..., TrainingBatch]
@@ -41,8 +43,14 @@ def _gradient(trainer: PolicyTrainer, batch: TrainingBatch) -> tuple[dict[str, T
     return moments, metrics
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "tolerance"),
+    [
+        pytest.param(name, dtype, tolerance, marks=() if name in QUICK and tolerance < 1e-9 else pytest.mark.slow)
+        for name in ALGORITHMS
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5))
+    ],
+)
 def test_micro_batching_never_changes_a_gradient(
     algorithm: Algorithm, dtype: torch.dtype, tolerance: float, make_trainer: MakeTrainer, make_batch: MakeBatch
 ) -> None:
@@ -60,9 +68,9 @@ def test_micro_batching_never_changes_a_gradient(
     "rules",
     [
         {"sequence_mask_low": 0.15, "sequence_mask_high": 3.0},
-        {"tis_cap": 1.1},
+        pytest.param({"tis_cap": 1.1}, marks=pytest.mark.slow),
         {"algorithm": "gspo", "sequence_mask_low": 0.15},
-        {"algorithm": "gspo", "sequence_ratio": "product"},
+        pytest.param({"algorithm": "gspo", "sequence_ratio": "product"}, marks=pytest.mark.slow),
     ],
 )
 def test_micro_batching_never_changes_a_correction(
@@ -206,7 +214,9 @@ def _rescored(batch: TrainingBatch, trainer: PolicyTrainer, *, temperature: floa
     return msgspec.structs.replace(batch, episodes=tuple(episodes))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_excluded_tokens_are_counted_and_leave_the_rest_alone(
     algorithm: Algorithm, make_trainer: MakeTrainer, make_batch: MakeBatch
 ) -> None:

@@ -144,7 +144,10 @@ def _by_blocks(
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("kernel", [CpuKernel(0.3), PlainKernel(0.3), PlainKernel(0.3, softcap=1.2)])
+@pytest.mark.parametrize(
+    "kernel",
+    [CpuKernel(0.3), pytest.param(PlainKernel(0.3), marks=pytest.mark.slow), PlainKernel(0.3, softcap=1.2)],
+)
 @pytest.mark.parametrize("whole", [True, False])
 def test_kernels_agree_with_dense_attention(
     whole: bool, kernel: CpuKernel | PlainKernel, window: int | None, with_sinks: bool, make_row: MakeRow
@@ -193,7 +196,9 @@ def test_flex_blocks_miss_nothing_and_trust_nothing_partial(seed: int, window: i
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
-@pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, None, False), (30, 1.2, True)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"), [pytest.param(None, None, False, marks=pytest.mark.slow), (30, 1.2, True)]
+)
 def test_flex_attention_sees_what_dense_attention_sees(
     window: int | None, softcap: float | None, with_sinks: bool, make_row: MakeRow
 ) -> None:

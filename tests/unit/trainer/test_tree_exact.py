@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -18,17 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wingbeat.core.config.schema import Algorithm, TrainerConfig
+from wingbeat.core.config.trainer import Algorithm, TrainerConfig
 from wingbeat.trainer.batching import Credit, TokenFacts
 from wingbeat.trainer.logprobs import LogprobModel
-from wingbeat.trainer.losses import LossConfig, TokenBatch, Totals, policy_loss, token_weight
+from wingbeat.trainer.loss_config import LossConfig
+from wingbeat.trainer.losses import policy_loss
 from wingbeat.trainer.rows import Row
+from wingbeat.trainer.scores import Scores
+from wingbeat.trainer.token_batch import TokenBatch
 from wingbeat.trainer.tree_plan import TreePlan
 from wingbeat.trainer.tree_scorer import TreeScorer
-from wingbeat.trainer.update import GradientPass, PassResult, Update
+from wingbeat.trainer.update import GradientPass, PassResult
+from wingbeat.trainer.updates import Totals, Update, token_weight
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 BACKENDS = ["mask", "nodes", "auto", "depth_first"]
+SLOW = pytest.mark.slow
+"""The unit part holds every algorithm and every backend once; the rest of the matrix is for the second half."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
@@ -42,19 +48,36 @@ class Case:
     rows: list[Row]
     credit: Credit
     config: TrainerConfig
+    scores: Scores
 
     @property
     def loss_config(self) -> LossConfig:
         return LossConfig.resolve(self.config, context_tokens=32)
 
     def update(self, rows: Sequence[Row]) -> Update:
-        return Update(list(rows), self.credit, on_policy_version=None)
+        return Update(list(rows), self.credit, on_policy_version=None, scores=self.scores)
+
+    def by_turns(self) -> Update:
+        """One row per run of trained tokens: what trains without any merging."""
+        turns: list[Row] = []
+        places: list[tuple[int, np.ndarray]] = []
+        for row in self.rows:
+            for turn, run in _turns(row) if row.num_trained else ():
+                places.append((row.index, run))
+                turns.append(replace(turn, index=len(turns)))
+
+        def split(values_N: Any) -> Any:
+            return None if values_N is None else [values_N[index][run] for index, run in places]
+
+        scores = Scores(**{item.name: split(getattr(self.scores, item.name)) for item in fields(Scores)})
+        credit = replace(self.credit, advantages_N=split(self.credit.advantages_N))
+        return Update(turns, credit, on_policy_version=None, scores=scores)
 
 
-def _turns(row: Row) -> list[Row]:
-    """One row per run of trained tokens: what trains without any merging."""
+def _turns(row: Row) -> list[tuple[Row, np.ndarray]]:
+    """Each run of trained tokens as a row, and its places among the row's."""
     runs = np.split(np.arange(row.num_trained), np.flatnonzero(np.diff(row.targets_N) > 1) + 1)
-    return [
+    turns = [
         replace(
             row,
             token_ids_T=row.token_ids_T[: row.targets_N[run[-1]] + 1],
@@ -65,6 +88,7 @@ def _turns(row: Row) -> list[Row]:
         )
         for run in runs
     ]
+    return list(zip(turns, runs, strict=True))
 
 
 def _case(
@@ -76,7 +100,10 @@ def _case(
     budget: int = 10_000,
     rules: Mapping[str, Any] | None = None,
 ) -> Case:
-    """Rows whose sampling logprobs lie so close to the policy's that some are clipped and most are not."""
+    """Rows whose sampling logprobs lie so close to the policy's that some are clipped and most are not.
+
+    Each token has an advantage of its own.
+    """
     rng = np.random.default_rng(seed)
     trees = TreeScorer(LogprobModel(model, chunk_tokens=64), backend="mask", device=CPU)
     with torch.no_grad(), trees.scored(TreePlan.of(rows)) as (logprobs_N, _):
@@ -84,37 +111,61 @@ def _case(
     rows = [
         replace(row, sampling_logprobs_N=found.astype(np.float32)) for row, found in zip(rows, noisy[:-1], strict=True)
     ]
-    wide = {"clip_low": 0.1, "clip_high": 0.1} if algorithm == "gspo" else {}
-    settings = {"micro_batch_tokens": budget, "logprob_chunk_tokens": 5} | wide | dict(rules or {})
+    wide: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1} if algorithm == "gspo" else {}
+    wide |= {"teacher": "x"} if algorithm == "distill" else {}
+    settings: dict[str, Any] = {"micro_batch_tokens": budget, "logprob_chunk_tokens": 5} | wide | dict(rules or {})
     config = TrainerConfig(algorithm=algorithm, **settings)
     loss_config = LossConfig.resolve(config, context_tokens=32)
     tokens = [sum(row.num_trained for row in rows if row.episode == episode) for episode in range(4)]
-    totals = Totals(num_episodes=4, num_tokens=max(1, sum(tokens)))
-    weights = [token_weight(loss_config, episode_tokens=max(1, count), totals=totals) for count in tokens]
-    return Case(rows, Credit(rng.normal(0, 1, 4).tolist(), weights), config)
+    totals = Totals(num_episodes=4, num_tokens=max(1, sum(tokens)), num_groups=2)
+    pairs = [max(1, tokens[0] + tokens[1]), max(1, tokens[2] + tokens[3])]
+    weights = [
+        token_weight(loss_config, episode_tokens=max(1, count), totals=totals, group_tokens=pairs[episode // 2])
+        for episode, count in enumerate(tokens)
+    ]
+    sft = [1 / totals.num_tokens, 0.0, 1 / totals.num_tokens, 0.0] if loss_config.sft_coef else []
+    credit = Credit([rng.normal(0, 1, row.num_trained) for row in rows], weights, sft)
+    return Case(rows, credit, config, _scores(rows, loss_config, rng))
+
+
+def _scores(rows: Sequence[Row], config: LossConfig, rng: np.random.Generator) -> Scores:
+    """Other models that think much like the sampler; equal tokens of one place may be scored differently, as no two
+    rows of it were sampled alike."""
+
+    def near(wanted: bool) -> list[np.ndarray] | None:
+        return [row.sampling_logprobs_N + rng.normal(0, 0.2, row.num_trained) for row in rows] if wanted else None
+
+    return Scores(
+        proximal_N=near(config.algorithm == "decoupled_ppo"),
+        reference_N=near(config.needs_reference),
+        teacher_N=near(config.needs_teacher),
+    )
 
 
 def _counts(rows: Sequence[Row]) -> list[int]:
     return [row.num_trained for row in rows]
 
 
-def _gradients(model: Any, run: Callable[[LogprobModel], PassResult]) -> tuple[Gradients, PassResult]:
+def _gradients(
+    model: Any, run: Callable[[LogprobModel], PassResult], *, entropy_gradient: bool = False
+) -> tuple[Gradients, PassResult]:
     model.zero_grad(set_to_none=True)
-    result = run(LogprobModel(model, chunk_tokens=5))
+    result = run(LogprobModel(model, chunk_tokens=5, entropy_gradient=entropy_gradient))
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, result
 
 
 def _by_turns(model: Any, case: Case) -> tuple[Gradients, PassResult]:
     """The reference."""
     config = case.config.model_copy(update={"prefix_tree": "off", "micro_batch_tokens": 10_000})
-    rows = [turn for row in case.rows if row.num_trained for turn in _turns(row)]
-    return _gradients(model, lambda scorer: _pass(scorer, case, config).run(case.update(rows)))
+    run = lambda scorer: _pass(scorer, case, config).run(case.by_turns())  # noqa: E731
+    return _gradients(model, run, entropy_gradient=config.entropy_coef > 0)
 
 
 def _by_tree(model: Any, case: Case, *, backend: str) -> tuple[Gradients, PassResult]:
     config = case.config.model_copy(update={"prefix_tree": "on", "prefix_tree_backend": backend})
     rows = [row for row in case.rows if row.num_trained]
-    return _gradients(model, lambda scorer: _pass(scorer, case, config).run(case.update(rows)))
+    run = lambda scorer: _pass(scorer, case, config).run(case.update(rows))  # noqa: E731
+    return _gradients(model, run, entropy_gradient=config.entropy_coef > 0)
 
 
 def _pass(scorer: LogprobModel, case: Case, config: TrainerConfig) -> GradientPass:
@@ -185,9 +236,20 @@ def test_random_trees(
     _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "backend", "dtype"),
+    [
+        pytest.param(
+            algorithm,
+            backend,
+            dtype,
+            marks=() if algorithm == "grpo" or (backend, dtype) == ("depth_first", torch.float64) else SLOW,
+        )
+        for algorithm in ALGORITHMS
+        for backend in BACKENDS
+        for dtype in TOLERANCE
+    ],
+)
 def test_every_algorithm_on_every_backend(
     algorithm: Algorithm, backend: str, dtype: torch.dtype, exact_model: Callable[..., Any], make_rows: MakeRows
 ) -> None:
@@ -196,7 +258,9 @@ def test_every_algorithm_on_every_backend(
     _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "depth_first"))]
+)
 @pytest.mark.parametrize(
     ("algorithm", "rules"),
     [
@@ -204,6 +268,13 @@ def test_every_algorithm_on_every_backend(
         ("grpo", {"tis_cap": 1.05, "clip_high": 0.4}),
         ("grpo", {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1}),
         ("gspo", {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1}),
+        ("grpo", {"mis_low": 0.8, "mis_high": 1.2}),
+        ("dapo", {"sequence_mis_low": 0.7, "sequence_mis_high": 1.4, "sequence_tis_cap": 1.1}),
+        ("rloo", {"sequence_tis_cap": 1.2}),
+        ("decoupled_ppo", {"tis_cap": 1.1, "token_mean": "prompt"}),
+        ("decoupled_ppo", {"sequence_tis_cap": 1.1, "mis_high": 1.3}),
+        ("m2po", {"m2_threshold": 0.01}),
+        ("distill", {"tis_cap": 1.1, "mis_low": 0.8}),
     ],
 )
 def test_sequence_ratios_and_corrections_on_every_backend(
@@ -223,7 +294,36 @@ def test_sequence_ratios_and_corrections_on_every_backend(
     assert 0.05 < affected / tokens < 0.95
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["depth_first", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "auto"))]
+)
+@pytest.mark.parametrize(
+    ("algorithm", "rules"),
+    [
+        ("grpo", {"kl_coef": 0.3, "kl_estimator": "k1", "tis_cap": 1.1}),
+        ("dapo", {"kl_coef": 0.3, "kl_estimator": "k2", "token_mean": "prompt"}),
+        ("rloo", {"kl_coef": 0.3, "sft_coef": 0.5}),
+        ("grpo", {"entropy_coef": 0.1}),
+        ("decoupled_ppo", {"entropy_coef": 0.1, "kl_coef": 0.3, "sft_coef": 0.5}),
+        ("sft", {"entropy_coef": 0.1, "kl_coef": 0.3}),
+        ("distill", {"kl_coef": 0.3, "entropy_coef": 0.1}),
+    ],
+)
+def test_terms_beside_the_algorithm_on_every_backend(
+    algorithm: Algorithm, rules: dict[str, Any], backend: str, exact_model: Callable[..., Any], make_rows: MakeRows
+) -> None:
+    """KL penalties, the entropy's own gradient, cross-entropy of some episodes."""
+    model = exact_model("qwen3", torch.float64)
+    for seed in (5, 6):
+        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=25, rules=rules)
+        got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
+        _assert_equal(got, wanted, TOLERANCE[torch.float64])
+        assert got[1].stats.metrics() == pytest.approx(wanted[1].stats.metrics())
+
+
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "depth_first"))]
+)
 @pytest.mark.parametrize("kind", ["gemma2", "softcap", "gptoss", "cohere", "granite"])
 def test_other_architectures(kind: str, backend: str, exact_model: Callable[..., Any], make_rows: MakeRows) -> None:
     """Soft-capped scores, attention sinks, experts, scaled logits."""
@@ -280,7 +380,7 @@ def forked(exact_model: Callable[..., Any], make_row: Callable[..., Row]) -> tup
     """A tree with forks, and its rows' gradient."""
     model = exact_model("qwen3", torch.float32)
     rng = np.random.default_rng(1)
-    rows = [make_row(rng, path, episode=index % 4, start=6) for index, path in enumerate(_forked_paths())]
+    rows = [make_row(rng, path, episode=index % 4, start=6, index=index) for index, path in enumerate(_forked_paths())]
     case = _case(model, [replace(row, temperature=1.0) for row in rows], seed=3)
     plan = TreePlan.of(case.rows)
     assert plan.num_segments == 7

@@ -18,10 +18,10 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from wingbeat.core.config.schema import TrainerConfig
+from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError
 from wingbeat.trainer.logprobs import LogprobModel
-from wingbeat.trainer.losses import LossConfig
+from wingbeat.trainer.loss_config import LossConfig
 from wingbeat.trainer.rows import Row
 from wingbeat.trainer.tree_plan import TreePlan
 from wingbeat.trainer.tree_scorer import TreeScorer

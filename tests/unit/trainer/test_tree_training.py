@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from wingbeat.core.config.schema import Algorithm, LoraConfig
-from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
+from wingbeat.core.config.trainer import Algorithm, LoraConfig
+from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample, TurnCredit
 from wingbeat.trainer.single import PolicyTrainer
 
 MakeTrainer = Callable[..., PolicyTrainer]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+QUICK: tuple[Algorithm, ...] = ("grpo", "gspo", "ppo")
+"""In the unit part."""
 SHARED_METRICS = [
     *("loss", "grad_norm", "entropy", "mismatch_kl", "clip_ratio/low", "clip_ratio/high", "ratio/max"),
     *("mismatch_kl/on_policy", "max_abs_logprob_diff"),
@@ -31,10 +33,15 @@ TREES: list[dict[str, Any]] = [
 
 def _episode(index: int, samples: list[TrainingSample]) -> EpisodeSamples:
     reward = [1.0, 0.0, 0.5, 0.0][index % 4]
-    return EpisodeSamples(f"e{index}", 1, f"g{index // 4}", "p", "", reward, tuple(samples))
+    turns = [TurnCredit("t0"), TurnCredit("t1", "t0", 0.25), TurnCredit("t2", "t1"), TurnCredit("t3", "t1", 0.125)]
+    return EpisodeSamples(
+        f"e{index}", 1, f"g{index // 4}", "p", "", reward, tuple(samples), turns=tuple(turns[: 2 + len(samples)])
+    )
 
 
-def _sample(rng: np.random.Generator, tokens: np.ndarray, sampled: np.ndarray, *, name: str) -> TrainingSample:
+def _sample(
+    rng: np.random.Generator, tokens: np.ndarray, sampled: np.ndarray, *, name: str, turns: tuple[str, ...]
+) -> TrainingSample:
     return TrainingSample.build(
         name,
         token_ids=tokens.astype(np.int32),
@@ -42,6 +49,8 @@ def _sample(rng: np.random.Generator, tokens: np.ndarray, sampled: np.ndarray, *
         sampling_logprobs=np.where(sampled, rng.normal(-3.5, 0.5, len(tokens)), 0).astype(np.float32),
         versions=np.where(sampled, 0, -1).astype(np.int32),
         temperature=0.8,
+        turn_ids=turns,
+        turn_starts=tuple(np.flatnonzero(np.diff(sampled, prepend=0) == 1).tolist()),
     )
 
 
@@ -63,8 +72,9 @@ def _batch(step: int = 1) -> TrainingBatch:
             tokens = np.concatenate([part for part, _ in path])
             # A later timeline trains only its own turns: each sampled token trains once per episode.
             owned = [own if number == 0 or place >= len(turns) else 0 for place, (_, own) in enumerate(path)]
+            ids = ("t3",) if number else ("t0", "t1", "t2")
             sampled = np.repeat(owned, [len(part) for part, _ in path])
-            samples.append(_sample(rng, tokens, sampled, name=f"e{index}s{number}"))
+            samples.append(_sample(rng, tokens, sampled, name=f"e{index}s{number}", turns=ids))
         episodes.append(_episode(index, samples))
     return TrainingBatch(f"b{step}", "p", step, tuple(episodes), seed=3)
 
@@ -84,7 +94,7 @@ def _turns(sample: TrainingSample) -> list[TrainingSample]:
     sampled_T = sample.sampled_T.astype(bool)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sampled_T, [0]])))
     found: list[TrainingSample] = []
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+    for start, stop, turn in zip(edges[::2], edges[1::2], sample.turn_ids, strict=True):
         own = np.zeros(stop, np.uint8)
         own[start:] = 1
         found.append(
@@ -95,6 +105,8 @@ def _turns(sample: TrainingSample) -> list[TrainingSample]:
                 sampling_logprobs=sample.sampling_logprobs_T[:stop] * own,
                 versions=np.where(own, sample.versions_T[:stop], -1).astype(np.int32),
                 temperature=sample.temperature,
+                turn_ids=(turn,),
+                turn_starts=(int(start),),
             )
         )
     return found
@@ -112,9 +124,17 @@ def _step(trainer: PolicyTrainer, batch: TrainingBatch) -> tuple[dict[str, Tenso
     return {k: v.clone() for k, v in trainer.state_tensors().items() if k.startswith("exp_avg.")}, metrics
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_turns_timelines_and_trees_give_one_gradient(algorithm: Algorithm, make_trainer: MakeTrainer) -> None:
-    settings: dict[str, Any] = {"algorithm": algorithm, "max_grad_norm": 1e9}
+@pytest.mark.parametrize(
+    "rules",
+    [
+        *({"algorithm": name} for name in QUICK),
+        {"credit": "turn", "gamma": 0.8},
+        *(pytest.param({"algorithm": name}, marks=pytest.mark.slow) for name in ALGORITHMS if name not in QUICK),
+    ],
+    ids=str,
+)
+def test_turns_timelines_and_trees_give_one_gradient(rules: dict[str, Any], make_trainer: MakeTrainer) -> None:
+    settings: dict[str, Any] = rules | {"max_grad_norm": 1e9}
     wanted, turns = _step(make_trainer(prefix_tree="off", **settings), _by_turns(_batch()))
     merged, rows = _step(make_trainer(prefix_tree="off", **settings), _batch())
     assert _distance(merged, wanted) <= 1e-5
@@ -129,7 +149,9 @@ def test_turns_timelines_and_trees_give_one_gradient(algorithm: Algorithm, make_
         assert metrics["tree/supported"] == 1.0
 
 
-@pytest.mark.parametrize("backend", ["mask", "nodes", "depth_first"])
+@pytest.mark.parametrize(
+    "backend", ["nodes", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mask", "depth_first"))]
+)
 @pytest.mark.parametrize(
     "settings",
     [

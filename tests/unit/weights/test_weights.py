@@ -111,6 +111,16 @@ def test_release_and_close_delete_and_mapped_tensors_live_on(tmp_path: Path) -> 
     assert not (tmp_path / "w").exists()
 
 
+def test_a_version_of_two_lineages_is_released_by_checksum(tmp_path: Path) -> None:
+    with _publisher(tmp_path / "w") as publisher:
+        abandoned, anew = _publish(publisher, 3), _publish(publisher, 3, {"x": torch.zeros(2)})
+        publisher.release(3, checksum=abandoned.checksum)
+        publisher.release(3, checksum="unknown")
+        assert not Path(abandoned.path).exists() and Path(anew.path).exists()
+        publisher.release(3)
+        assert not Path(anew.path).exists()
+
+
 def test_a_version_made_again_gets_another_file(tmp_path: Path) -> None:
     with _publisher(tmp_path / "w") as publisher:
         first = _publish(publisher, 3)

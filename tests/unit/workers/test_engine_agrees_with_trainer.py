@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from wingbeat.core.config.schema import LoraConfig, PolicyConfig, TrainerConfig
+from wingbeat.core.config import LoraConfig, PolicyConfig, TrainerConfig
 from wingbeat.core.ports import GenerateRequest
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.core.types import SamplingParams

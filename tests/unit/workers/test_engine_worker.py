@@ -222,8 +222,32 @@ def test_supports_stand_beside_their_tokens_across_versions(
     assert not any(chunk.supports for name in ("free", "greedy") for chunk in driver.chunks(name))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_goes_back_and_says_which_lineage_sampled_what(
+    driver: Driver, manifests: list[Manifest], stream: bool
+) -> None:
+    """Also of tokens that are sent only after it went back."""
+    back = msgspec.structs.replace(manifests[1], lineage=1)
+    driver.play(
+        [UpdateWeights(manifests[2])],
+        [generate("r", max_tokens=9, stream=stream)],
+        [],
+        [],
+        [UpdateWeights(back)],
+    )
+    found = driver.chunks("r")
+    tokens = [token for chunk in found for token in chunk.token_ids]
+    sampled_by = [(chunk.version, chunk.lineage) for chunk in found for _ in chunk.token_ids]
+    assert len(tokens) == 9 and sorted(set(sampled_by)) == [(1, 1), (2, 0)] and sampled_by[-1] == (1, 1)
+    expected = {version: logprobs(version, tokens) for version in (1, 2)}
+    told = [p for chunk in found for p in chunk.logprobs]
+    assert told == pytest.approx([expected[v][i] for i, (v, _) in enumerate(sampled_by)], abs=1e-4)
+    served = [(m.version, m.lineage, m.checksum) for m in driver.of(WeightsServed)]
+    assert served == [(2, 0, manifests[2].checksum), (1, 1, manifests[1].checksum)]
+
+
 def test_a_span_is_filled_where_only_later_tokens_were_restricted() -> None:
-    span = Span(3)
+    span = Span(3, lineage=0)
     span.add(TokenEvent("r", (5,), (-1.0,), 3))
     assert span.chunk("r").supports == ()
     span.add(TokenEvent("r", (6, 7), (-1.0, -2.0), 3, supports=(b"\x01abcd", b"")))

@@ -1,32 +1,35 @@
 """Configuration: one pydantic schema per subsystem, read from TOML, overridable as ``--a.b=c``."""
 
+from wingbeat.core.config.dataflow import DataflowConfig, OperatorConfig, SourceConfig, TasksConfig
+from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.load import apply_overrides, dump_toml, load_config, parse_overrides
 from wingbeat.core.config.schema import (
     AgentConfig,
     Config,
-    DataflowConfig,
     EngineConfig,
     EvalConfig,
-    LoraConfig,
     PolicyConfig,
     RunConfig,
     SamplingConfig,
     ServerConfig,
-    TasksConfig,
-    TrainerConfig,
 )
+from wingbeat.core.config.trainer import CriticConfig, LoraConfig, TrainerConfig
 
 __all__ = [
     "AgentConfig",
     "Config",
+    "CriticConfig",
     "DataflowConfig",
     "EngineConfig",
     "EvalConfig",
+    "HealthConfig",
     "LoraConfig",
+    "OperatorConfig",
     "PolicyConfig",
     "RunConfig",
     "SamplingConfig",
     "ServerConfig",
+    "SourceConfig",
     "TasksConfig",
     "TrainerConfig",
     "apply_overrides",

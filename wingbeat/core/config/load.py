@@ -48,9 +48,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], Any
 
 
 def _parse_key(key: str) -> tuple[str, ...]:
-    """Dashes may stand for underscores in settings; a policy's name is what it is."""
+    """Dashes may stand for underscores in settings; a name of the user's is what it is."""
     first, *rest = key.split(".")
-    name = rest[:1] if first == "policies" else []
+    if first == "tasks" and rest[:1] in (["sources"], ["ratios"]):
+        return (first, *rest[:2], *(part.replace("-", "_") for part in rest[2:]))
+    name = rest[:1] if first in ("policies", "agents") else []
     return (first.replace("-", "_"), *name, *(part.replace("-", "_") for part in rest[len(name) :]))
 
 

@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from wingbeat/core/config/schema.py: change the schema, not this page. -->
+<!-- Written by `make docs` from wingbeat/core/config: change the schema, not this page. -->
 
 A run is configured by one TOML file, `wingbeat train config.toml`. Each section below is a table of
 that file. Everything has a default except the policies, of which there must be at least one, each
@@ -54,23 +54,27 @@ def reference_markdown() -> str:
 def _sections(node: Schema, path: str, definitions: dict[str, Schema]) -> Iterator[tuple[str, Schema, Schema]]:
     """Every section below ``node``, depth first: its dotted path, its schema and the field that holds it."""
     for key, field in cast(dict[str, Schema], node["properties"]).items():
-        name, repeated = _section_reference(field)
+        name, suffix = _section_reference(field)
         if name:
-            child = f"{path}.{key}".lstrip(".") + (".NAME" if repeated else "")
+            child = f"{path}.{key}".lstrip(".") + suffix
             yield child, definitions[name], field
             yield from _sections(definitions[name], child, definitions)
 
 
-def _section_reference(field: Schema) -> tuple[str, bool]:
-    """The definition a field points at ("" for a plain value), and whether it is a table of such sections."""
+def _section_reference(field: Schema) -> tuple[str, str]:
+    """The definition a field points at ("" for a plain value), and what its path ends with.
+
+    A table of such sections ends with ``.NAME``; each entry of a list of them has the path of the list.
+    """
     candidates: list[Schema] = [field, *cast(list[Schema], field.get("anyOf", []))]
     for candidate in candidates:
         if "$ref" in candidate:
-            return _definition_name(candidate), False
-        entries = candidate.get("additionalProperties")
-        if isinstance(entries, dict) and "$ref" in entries:
-            return _definition_name(cast(Schema, entries)), True
-    return "", False
+            return _definition_name(candidate), ""
+        for key, suffix in (("additionalProperties", ".NAME"), ("items", "")):
+            entries = candidate.get(key)
+            if isinstance(entries, dict) and "$ref" in entries:
+                return _definition_name(cast(Schema, entries)), suffix
+    return "", ""
 
 
 def _definition_name(node: Schema) -> str:

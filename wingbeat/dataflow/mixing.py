@@ -1,0 +1,89 @@
+"""Which task source deals next: stride scheduling by ratio (Waldspurger and Weihl 1995), pure arithmetic.
+
+A source of weight ``w`` advances its *pass* by ``1 / w`` with every group dealt, and the lowest pass deals next: over
+time each source gets groups in proportion to its weight.  A group that did not count gives its step back.
+
+A source is *ahead* of its share by ``w * (pass - mean)``, where ``mean`` is the average pass weighted by ``w``: with
+all passes begun at 0, a source has had ``n = w * pass`` of ``N`` groups, and ``n - (w / W) * N`` is just that.  Where
+clients run only some sources, nobody may be ahead by more than ``slack / (k - 1)`` groups, ``k`` being the number of
+sources.  What one lacks the others are ahead, so nobody is behind by more than ``slack`` groups either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from wingbeat.core.errors import RequestError
+
+SUM_TOLERANCE = 1e-6
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A source that takes part."""
+
+    name: str
+    weight: float
+    """Its ratio, or the number of its tasks; above 0."""
+    pass_: float
+
+
+def ahead(claims: Sequence[Claim]) -> dict[str, float]:
+    """By how many groups each source is ahead of its share; negative where it is behind.  They sum to 0."""
+    total = math.fsum(claim.weight for claim in claims)
+    mean = math.fsum(claim.weight * claim.pass_ for claim in claims) / total if claims else 0.0
+    return {claim.name: claim.weight * (claim.pass_ - mean) for claim in claims}
+
+
+def choose(claims: Sequence[Claim], *, among: Sequence[str], slack: float | None) -> str | None:
+    """The source that deals next out of ``among``; None where each of them would be too far ahead.
+
+    ``slack`` None lets a source run ahead without bound.  Whoever is furthest behind is never held back: dealt once,
+    it is ahead by less than 1.
+    """
+    total = math.fsum(claim.weight for claim in claims)
+    bound = math.inf if slack is None else max(1.0, slack / max(1, len(claims) - 1))
+    leads = ahead(claims)
+    allowed = [
+        claim
+        for claim in claims
+        if claim.name in among
+        # a group raises a source's lead by 1, less what the group adds to its share
+        and leads[claim.name] + 1 - claim.weight / total <= bound + _ROUNDING
+    ]
+    return min(allowed, key=lambda claim: (claim.pass_, claim.name)).name if allowed else None
+
+
+def check_ratios(ratios: Mapping[str, float], *, sources: Sequence[str]) -> None:
+    """Raises RequestError unless the ratios are shares of exactly these sources."""
+    unknown = sorted(set(ratios) - set(sources))
+    if unknown:
+        known = ", ".join(sorted(sources)) or "none"
+        raise RequestError(f"no training tasks of source {unknown[0]!r}; sources are: {known}", param="ratios")
+    left_out = sorted(set(sources) - set(ratios))
+    if left_out:
+        raise RequestError(
+            f"`ratios` leave out source {left_out[0]!r}; give it a share, or 0 to deal none of it", param="ratios"
+        )
+    total = math.fsum(ratios.values())
+    if any(not ratio >= 0 for ratio in ratios.values()) or not abs(total - 1) <= SUM_TOLERANCE:
+        shown = ", ".join(f"{source} = {ratio:g}" for source, ratio in ratios.items())
+        raise RequestError(
+            f"`ratios` must be 0 or more and sum to 1, got {shown}, which sums to {total:g}", param="ratios"
+        )
+
+
+def with_share(ratios: Mapping[str, float], source: str, share: float) -> dict[str, float]:
+    """A source joins with a share; the others keep their proportions in what is left."""
+    rest = math.fsum(ratio for name, ratio in ratios.items() if name != source)
+    scaled = {name: ratio / rest * (1 - share) for name, ratio in ratios.items() if name != source}
+    return {**scaled, source: share}
+
+
+def without(ratios: Mapping[str, float], source: str) -> dict[str, float]:
+    """A source leaves; the others keep their proportions.  {} (sizes decide) where no share is left."""
+    rest = math.fsum(ratio for name, ratio in ratios.items() if name != source)
+    return {name: ratio / rest for name, ratio in ratios.items() if name != source} if rest > 0 else {}
