@@ -58,7 +58,7 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway or ledger (ARGS="--quick").
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway, ledger, multipolicy or algorithms (ARGS="--quick").
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.

@@ -30,7 +30,7 @@ import aiohttp
 import uvloop
 
 from bench.direct_endpoint import DirectEndpoint
-from bench.scripted_tokens import Vocabulary, make_chunk
+from bench.scripted_tokens import Place, Vocabulary, make_chunk
 from bench.scripts import AnyScript, Reply, ScriptedCall, as_script, load_script
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.samples import TrainingBatch
@@ -38,6 +38,7 @@ from wingbeat.core.types import FinishReason
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
     Abort,
+    BeginLineage,
     ControlMessage,
     Export,
     Failed,
@@ -71,14 +72,19 @@ RECONNECT_S = 0.05
 REMEMBERED_REQUESTS = 10_000
 
 
+def served(manifest: Manifest, *, pinned: bool = False) -> WeightsServed:
+    """What an engine says once it serves these weights."""
+    return WeightsServed(manifest.policy, manifest.version, manifest.checksum, pinned, manifest.lineage)
+
+
 @dataclass(slots=True)
 class Link:
     """One connection to control, in one role."""
 
     register: Register
     specs: dict[str, PolicySpec] = field(default_factory=dict)
-    served: dict[str, int] = field(default_factory=dict)
-    """Live version per policy."""
+    served: dict[str, Place] = field(default_factory=dict)
+    """What is live, per policy."""
     outbox: list[WorkerMessage] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     flights: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -130,6 +136,8 @@ class ScriptedEngine:
         self._replies: OrderedDict[str, Reply] = OrderedDict()
         """By request id: a request that control sends again is the same turn."""
         self._steps: dict[str, int] = {}
+        self._lineages: dict[str, tuple[int, int]] = {}
+        """Per policy that it trains: the lineage of its weights, and the one on which that is based."""
         self._released: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -231,19 +239,23 @@ class ScriptedEngine:
             case Refused(reason=reason):
                 logger.error("control refused %s: %s", link.register.worker_id, reason)
             case UpdateWeights(manifest=manifest):
-                link.served[manifest.policy] = manifest.version
-                link.send(WeightsServed(manifest.policy, manifest.version, manifest.checksum))
+                link.served[manifest.policy] = Place(manifest.lineage, manifest.version)
+                link.send(served(manifest))
             case PinVersion(manifest=manifest):
-                link.send(WeightsServed(manifest.policy, manifest.version, manifest.checksum, pinned=True))
+                link.send(served(manifest, pinned=True))
             case Generate():
                 self._generate(link, message)
             case Abort(request_id=request_id):
                 self._abort(link, request_id)
             case TrainStep(batch=batch):
                 self._steps[batch.policy] = batch.step
+                self._lineages[batch.policy] = (batch.lineage, batch.lineage)
                 manifest = self._manifest(link.specs[batch.policy])
                 metrics = self.step_metrics(batch)
                 link.send(StepDone(batch.policy, batch.batch_id, batch.step, manifest, metrics, {}, 0.0, 0.0))
+            case BeginLineage(policy=policy, lineage=lineage):
+                self._lineages[policy] = (lineage, self._lineages.get(policy, (0, 0))[0])
+                link.send(self._ready(link.specs[policy]))
             case SaveCheckpoint(policy=policy) | Export(policy=policy):
                 command = "save_checkpoint" if isinstance(message, SaveCheckpoint) else "export"
                 link.send(Failed(policy, command, "a scripted trainer has no weights"))
@@ -258,28 +270,32 @@ class ScriptedEngine:
             if link.register.role == "engine" and spec.name not in self._vocabularies:
                 self._vocabularies[spec.name] = Vocabulary(spec)
             if link.register.role == "trainer":
-                link.send(TrainerReady(spec.name, self._steps.get(spec.name, 0), self._manifest(spec)))
+                link.send(self._ready(spec))
+
+    def _ready(self, spec: PolicySpec) -> TrainerReady:
+        base_lineage = self._lineages.get(spec.name, (0, 0))[1]
+        return TrainerReady(spec.name, self._steps.get(spec.name, 0), self._manifest(spec), base_lineage)
 
     def _manifest(self, spec: PolicySpec) -> Manifest:
         """The folder's own weights, whatever the step."""
-        step = self._steps.get(spec.name, 0)
-        return Manifest(spec.name, step, "full", "", "", f"scripted-{step}", 0, (), spec.model)
+        step, lineage = self._steps.get(spec.name, 0), self._lineages.get(spec.name, (0, 0))[0]
+        return Manifest(spec.name, step, "full", "", "", f"scripted-{step}", 0, (), spec.model, lineage)
 
     def _generate(self, link: Link, message: Generate) -> None:
         vocabulary = self._vocabularies[message.policy]
         reply = self._reply(message, vocabulary)
-        version = link.served.get(message.policy, 0) if message.version is None else message.version
+        place = link.served.get(message.policy, Place()) if message.version is None else Place(version=message.version)
         if reply.finish is FinishReason.ERROR:
-            link.send(Tokens((TokenChunk(message.request_id, (), (), version, FinishReason.ERROR, reply.text),)))
+            link.send(Tokens((TokenChunk(message.request_id, (), (), place.version, FinishReason.ERROR, reply.text),)))
             return
         ids = vocabulary.sample(reply.text, reply.finish is FinishReason.STOP)[message.resumed_tokens :]
         finish = reply.finish
         if len(ids) > message.max_tokens:
             ids, finish = ids[: message.max_tokens], FinishReason.LENGTH
         if not message.stream and not reply.delay_s and reply.hold_after is None:
-            link.send(Tokens((make_chunk(message, ids, version, finish),)))
+            link.send(Tokens((make_chunk(message, ids, place, finish),)))
             return
-        task = asyncio.create_task(self._speak(link, message, reply, ids, version, finish))
+        task = asyncio.create_task(self._speak(link, message, reply, ids, place, finish))
         link.flights[message.request_id] = task
         task.add_done_callback(lambda _: link.flights.pop(message.request_id, None))
 
@@ -311,7 +327,7 @@ class ScriptedEngine:
         message: Generate,
         reply: Reply,
         ids: tuple[int, ...],
-        version: int,
+        place: Place,
         finish: FinishReason,
     ) -> None:
         """Token by token if the call is streamed, else all at once; in the reply's own time."""
@@ -324,7 +340,7 @@ class ScriptedEngine:
             await asyncio.sleep(reply.delay_s)
             is_last = start + size >= len(ids)
             link.send(
-                Tokens((make_chunk(message, ids[start : start + size], version, finish if is_last else None),)),
+                Tokens((make_chunk(message, ids[start : start + size], place, finish if is_last else None),)),
             )
 
     def _abort(self, link: Link, request_id: str) -> None:

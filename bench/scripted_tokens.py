@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,13 +37,25 @@ class Vocabulary:
         return self._template.decode(np.frombuffer(prompt_ids, "<i4").tolist())
 
 
-def make_chunk(message: Generate, ids: tuple[int, ...], version: int, finish: FinishReason | None) -> TokenChunk:
+class Place(NamedTuple):
+    """The weights that are said to have sampled."""
+
+    lineage: int = 0
+    version: int = 0
+
+
+def make_chunk(message: Generate, ids: tuple[int, ...], place: Place, finish: FinishReason | None) -> TokenChunk:
     """Under a truncation or a grammar, the token drawn was the only one allowed."""
-    if message.grammar or message.top_k or message.top_p < 1:
-        return TokenChunk(
-            message.request_id, ids, (0.0,) * len(ids), version, finish, supports=tuple(_only(i) for i in ids)
-        )
-    return TokenChunk(message.request_id, ids, tuple(logprob_of(i) for i in ids), version, finish)
+    is_forced = bool(message.grammar or message.top_k or message.top_p < 1)
+    return TokenChunk(
+        message.request_id,
+        ids,
+        tuple(0.0 if is_forced else logprob_of(i) for i in ids),
+        place.version,
+        finish,
+        supports=tuple(_only(i) for i in ids) if is_forced else (),
+        lineage=place.lineage,
+    )
 
 
 def _only(token_id: int) -> bytes:
