@@ -87,7 +87,7 @@ def test_every_route_is_in_the_reference() -> None:
     unused: Any = None  # the routes are only listed here, never called
     for router in (episode_routes(unused, unused), run_routes(unused, unused)):
         for route in router.routes:
-            lines += [f"`{method} {getattr(route, 'path', '')}`" for method in getattr(route, "methods", ())]
+            lines += [f"`{method} {getattr(route, 'path_format', '')}`" for method in getattr(route, "methods", ())]
     missing = [line for line in lines if line not in page]
     assert not missing, f"docs/reference/http-api.md lacks {', '.join(missing)}"
 

@@ -14,6 +14,8 @@ from harness import Answer, Api, eventually
 
 from bench.scripted_server import ScriptedServer, scripted_server
 from wingbeat import AsyncSwarm, Split, Task
+from wingbeat.core.errors import RequestError
+from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.dataflow.ledger_reader import open_read_only
 
 RATIOS = {"a": 0.5, "b": 0.3, "c": 0.2}
@@ -224,3 +226,33 @@ async def test_an_evaluation_tells_every_source_apart(run):
         sources = (await api.get(f"/api/evaluations/{started['evaluation_id']}"))["sources"]
     assert sources["a"] == {"mean_reward": 0.5, "stderr": 0.0, "num_tasks": 3}
     assert sources["b"] == {"mean_reward": None, "stderr": None, "num_tasks": 0}
+
+
+async def test_names_of_sources_and_evaluations_may_hold_what_is_special_in_paths(run):
+    server = run()
+    odd = "org/data set?#%2F"
+    async with Api(server) as api, AsyncSwarm(server.url) as swarm:
+        for name in ("..", "a\n"):
+            with pytest.raises(RequestError, match="printable characters"):
+                await swarm.put_tasks(name, [Task(name, "1")])
+        refused = await api.call("PUT", f"/api/tasks/{'x' * 201}", {"tasks": [{"id": "1"}]})
+        refused.refused(400, "invalid_request", "expected a name of 1 to 200")
+        await swarm.put_tasks(odd, tasks(odd))
+        await swarm.put_tasks(odd, tasks(odd, 1), split=Split.EVAL)
+        assert set((await swarm.mixing()).sources) == {odd}
+        started = await swarm.start_evaluation(EvaluationRequest(source=odd, name="a/b?c"))
+        assert await play(api, odd) == odd
+
+        async def done() -> bool:
+            return (await swarm.evaluation(started.evaluation_id)).state == "done"
+
+        await eventually(done, what="the evaluation")
+        removed = await swarm.remove_tasks(odd)
+        assert removed.source == odd and (await swarm.mixing()).sources == {}
+        started = [asyncio.create_task(swarm.put_tasks("s", tasks("s", count))) for count in range(1, 9)]
+        await asyncio.gather(*started)
+        left = (await swarm.mixing()).sources["s"].num_tasks
+        server.kill()
+        server.start()
+        await api.ready()
+        assert (await swarm.mixing()).sources["s"].num_tasks == left, "the disk has what came last"

@@ -202,7 +202,7 @@ async def test_a_heartbeat_is_a_sign_of_life(api: Api) -> None:
 async def test_leases_deal_out_whole_groups(api: Api) -> None:
     tasks = [{"source": "deal", "id": str(i), "payload": {"n": i}} for i in range(3)]
     put = await api.call("PUT", "/api/tasks/deal", {"split": "train", "tasks": tasks})
-    assert put.body == {"source": "deal", "split": "train", "num_tasks": 3}
+    assert put.body == {"source": "deal", "split": "train", "num_tasks": 3, "ratio": None}
     reply = (await api.call("POST", "/api/tasks/lease", {"max_leases": 2, "splits": ["train"]})).body
     one, two = reply["leases"]
     assert one["group"] == two["group"]
@@ -284,6 +284,9 @@ async def test_openapi_describes_every_route(api: Api) -> None:
         "GET /v1/models",
         "GET /v1/models/{model}",
         "PUT /api/tasks/{source}",
+        "DELETE /api/tasks/{source}",
+        "GET /api/mixing",
+        "PUT /api/mixing",
         "POST /api/tasks/lease",
         "POST /api/episodes",
         "GET /api/episodes/{episode_id}",

@@ -61,8 +61,6 @@ def demo_config(*, seed: int, control: str, directory: Path) -> Config:
         "betas": preset.betas,
         "weight_decay": preset.weight_decay,
         "max_grad_norm": preset.max_grad_norm,
-        "clip_low": preset.clip_low,
-        "clip_high": preset.clip_high,
         "updates_per_batch": preset.updates_per_batch,
         "checkpoint_every": 25,
         "threads": 1,  # so small a model only loses by more, and every machine runs what was measured
@@ -115,7 +113,7 @@ def run_demo(*, seed: int, control: str, json_output: bool, directory: Path) -> 
     config = demo_config(seed=seed, control=control, directory=directory)
     console.print(Panel.fit(_introduction(config, control), title="wingbeat demo", border_style="cyan"))
     with RunProgress(console, title="teaching the agent") as progress:
-        progress.note("making a small model and warming it up (seconds)")
+        progress.tell("making a small model and warming it up (seconds)")
         plan = TrainingPlan(
             config,
             config_dir=Path.cwd(),

@@ -42,7 +42,7 @@ def evaluate(
     if json_output:
         typer.echo(reply.model_dump_json())
     else:
-        Console().print(result_table(reply))
+        Console(markup=False).print(result_table(reply))
 
 
 def result_table(reply: EvaluationReply) -> Table:

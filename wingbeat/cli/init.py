@@ -58,13 +58,16 @@ def _fill(file: str, text: str, *, title: str, preset: DemoPreset) -> str:
     return Template(text).substitute(
         name=json.dumps(title if _RUN_NAME.fullmatch(title) else "run"),
         steps=json.dumps(preset.steps),
-        temperature=json.dumps(preset.temperature),
         trainer=_settings(TrainerConfig, known),
         dataflow=_settings(DataflowConfig, known),
     )
 
 
 def _settings(section: type[BaseModel], known: Mapping[str, Any]) -> str:
-    """The lines of a section for the settings that a preset has (TOML's values here are also JSON's)."""
-    found = {key: known[key] for key in section.model_fields if known.get(key) is not None}
+    """The lines of a section for what a preset changes (TOML's values here are also JSON's).
+
+    Defaults stay out: they are not the user's own, and may not go with another algorithm.
+    """
+    fields = section.model_fields.items()
+    found = {key: known[key] for key, field in fields if key in known and known[key] != field.default}
     return "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from wingbeat.cli.arguments import read_config
 from wingbeat.cli.doctor import require_server
 from wingbeat.cli.program import program
 from wingbeat.core.config import Config, dump_toml
-from wingbeat.deploy.checks import check_chains, check_exposure
+from wingbeat.deploy.checks import check_agents, check_chains, check_exposure, check_sources, check_trains
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import Supervisor
@@ -39,8 +40,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolve
 def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_run: DryRunOption = False) -> None:
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
     config, config_dir = read_config(arguments or [], resume)
-    check_exposure(config)
-    check_chains(config, config_dir)
+    _check(config, config_dir)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
@@ -64,8 +64,9 @@ def train(
 ) -> None:
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
     config, config_dir = read_config(arguments or [], resume)
-    check_exposure(config)
-    check_chains(config, config_dir)
+    check_trains(config)
+    _check(config, config_dir)
+    check_agents(config, config_dir)
     if dry_run:
         typer.echo(dump_toml(config), nl=False)
         return
@@ -73,19 +74,29 @@ def train(
     from wingbeat.cli.progress import RunProgress
     from wingbeat.deploy.training import TrainingPlan, run_plan
 
-    with RunProgress(Console(stderr=True), title=f"training {config.run.name}") as progress:
+    with RunProgress(Console(stderr=True, markup=False), title=f"training {config.run.name}") as progress:
 
         def begin(supervisor: Supervisor) -> None:
-            progress.begin(config.run.steps)
+            progress.begin(config.run.steps, log=supervisor.run_dir / "logs" / "control.log")
 
         plan = TrainingPlan(
-            config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event, on_note=progress.note
+            config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event, on_note=progress.tell
         )
         result = run_plan(plan)
-    typer.echo(json.dumps(result_data(result))) if json_output else _show(result, config)
+    if json_output:
+        typer.echo(json.dumps({**result_data(result), "warnings": progress.warnings}))
+    else:
+        _show(result, config, progress.warnings)
     if not result.complete:
         typer.echo(f"interrupted; continue with --resume {result.run_dir}", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _check(config: Config, config_dir: Path) -> None:
+    """What is refused in a dry run, too."""
+    check_exposure(config)
+    check_chains(config, config_dir)
+    check_sources(config, config_dir)
 
 
 def result_data(result: TrainingResult) -> dict[str, Any]:
@@ -110,12 +121,13 @@ def result_data(result: TrainingResult) -> dict[str, Any]:
     }
 
 
-def _show(result: TrainingResult, config: Config) -> None:
-    """The evaluations, and where everything lies (unwrapped, so that it can be copied)."""
-    console = Console()
+def _show(result: TrainingResult, config: Config, warnings: Sequence[str]) -> None:
+    """The evaluations, what went wrong on the way, and where everything lies (unwrapped, so that it can be copied)."""
+    console = Console(markup=False)  # names and paths may hold brackets
     if result.evaluations:
         console.print(_result_table(result))
-    lines = [f"ended early: {ended}"] if (ended := result.summary.get("ended")) else []
+    lines = [f"warning: {warning}" for warning in warnings]
+    lines += [f"ended early: {ended}"] if (ended := result.summary.get("ended")) else []
     lines += [f"run directory: {result.run_dir}", f"look inside:   wingbeat inspect {result.run_dir}"]
     if result.complete:
         trained = [name for name, policy in config.policies.items() if policy.trainable]
@@ -149,6 +161,6 @@ def _result_table(result: TrainingResult) -> Table:
 
 
 def _announce(supervisor: Supervisor) -> None:
-    console = Console()
-    console.print(f"serving at [bold]{supervisor.url}[/bold], run directory {supervisor.run_dir}", soft_wrap=True)
+    console = Console(markup=False)
+    console.print(f"serving at {supervisor.url}, run directory {supervisor.run_dir}", soft_wrap=True)
     console.print(f"run agents from any machine: wingbeat rollout agent.py --server {supervisor.url}", soft_wrap=True)

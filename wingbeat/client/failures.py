@@ -41,7 +41,8 @@ def _walk(kind: type[WingbeatError]) -> Iterator[type[WingbeatError]]:
         yield from _walk(child)
 
 
-_BY_CODE: dict[str, type[WingbeatError]] = {kind.code: kind for kind in _walk(WingbeatError)}
+_BY_CODE: dict[str, type[WingbeatError]] = {kind.code: kind for kind in reversed(list(_walk(WingbeatError)))}
+"""Of classes with one code the most general: others refine it within one process, and no reply means them."""
 
 
 def error_from_reply(status: int, body: bytes, *, retry_after_s: float | None, where: str) -> WingbeatError:

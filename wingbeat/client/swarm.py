@@ -43,6 +43,7 @@ from wingbeat.core.protocol import (
     TaskModel,
     TaskSourceReply,
     TaskSourceRequest,
+    source_fault,
 )
 from wingbeat.core.types import Group, Split, Task
 
@@ -172,13 +173,13 @@ class AsyncSwarm:
         if foreign is not None:
             raise RequestError(f"expected tasks of source {source!r}, got one of {foreign!r}", param="tasks")
         body = checked(TaskSourceRequest, split=split, tasks=models, ratio=ratio)
-        call = Call("PUT", f"/api/tasks/{quote(source, safe='')}", body=body)
+        call = Call("PUT", _source_path(source), body=body)
         return await self._transport.send(call, TaskSourceReply)
 
     async def remove_tasks(self, source: str) -> RemovedSourceReply:
         """Take a source out: no new groups of it begin, those that run go on to their end."""
         # not repeated after a lost answer, since the second time there would be no such source
-        call = Call("DELETE", f"/api/tasks/{quote(source, safe='')}", repeatable=False)
+        call = Call("DELETE", _source_path(source), repeatable=False)
         return await self._transport.send(call, RemovedSourceReply)
 
     async def mixing(self) -> MixingReply:
@@ -265,6 +266,13 @@ def _begin_request(options: BeginOptions) -> BeginRequest:
         label=options.get("label", ""),
         idle_timeout_s=options.get("idle_timeout_s"),
     )
+
+
+def _source_path(source: str) -> str:
+    """Raises RequestError for a name that cannot stand in a path."""
+    if fault := source_fault(source):
+        raise RequestError(fault, param="source")
+    return f"/api/tasks/{quote(source, safe='')}"
 
 
 def _task_model(task: Task) -> TaskModel:

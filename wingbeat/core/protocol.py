@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_validator
+from pydantic_core import PydanticCustomError
 
 from wingbeat.core.types import Outcome, Split
 
 MAX_GROUP_SIZE = 1024
 MAX_PAYLOAD_DEPTH = 64
+MAX_NAME = 200
+"""Characters of an identifier."""
 
-Identifier = Annotated[str, Field(min_length=1, max_length=200)]
+Identifier = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Number = Annotated[FiniteFloat, Strict()]
 """A finite JSON number; neither true nor "1.0" is one."""
 
@@ -48,6 +51,13 @@ class TaskModel(Wire):
         raise ValueError(f"nested deeper than {MAX_PAYLOAD_DEPTH} levels")
 
 
+def source_fault(name: str) -> str:
+    """Why a name cannot be that of a task source, which stands in paths, or ""."""
+    if 1 <= len(name) <= MAX_NAME and name not in (".", "..") and name.isprintable():
+        return ""
+    return f"source {name!r:.60}: expected a name of 1 to {MAX_NAME} printable characters that is no `.` or `..`"
+
+
 class GroupModel(Wire):
     """The group an episode belongs to; all members must name the same size."""
 
@@ -60,8 +70,16 @@ class TaskSourceRequest(Wire):
 
     split: Split = Split.TRAIN
     tasks: list[TaskModel] = Field(min_length=1)
-    ratio: float | None = Field(default=None, gt=0, lt=1)
+    ratio: Number | None = Field(default=None, gt=0, lt=1)
     """The share of a source that joins a mix with ratios; the others shrink in proportion."""
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _is_a_share(cls, ratio: Any) -> Any:
+        """In words, where the bounds of the schema would say less; what is no number the type tells."""
+        if isinstance(ratio, int | float) and not isinstance(ratio, bool) and not 0 < ratio < 1:
+            raise PydanticCustomError("share", "expected a ratio above 0 and below 1")
+        return ratio
 
 
 class TaskSourceReply(Wire):
@@ -273,7 +291,7 @@ class EvaluationRequest(Wire):
     """None pins the live version at the moment of the call."""
     samples_per_task: int = Field(default=1, ge=1, le=256)
     max_tasks: int | None = Field(default=None, ge=1)
-    name: str = "eval"
+    name: Identifier = "eval"
 
 
 class ScoreReply(Wire):

@@ -16,7 +16,8 @@ if they are on the publisher's host.
       Tokens            ───────────────▶  (coalesced per decode step)
     trainer
       TrainerReady      ───────────────▶  (step it stands at, manifest it published)
-                        ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, ReleaseVersion, BeginLineage
+                        ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, BeginLineage
+                        ◀───────────────  ReleaseVersion, KeepVersions
       StepDone          ───────────────▶  (metrics, new manifest)
       CheckpointSaved   ───────────────▶
     both                ◀───────────────  Shutdown
@@ -268,12 +269,19 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
 
 
 class ReleaseVersion(msgspec.Struct, frozen=True, tag="release_version"):
-    """No receiver needs this version any more: its file may be deleted."""
+    """No receiver needs this version any more: its file may be deleted, unless the trainer stands at it."""
 
     policy: str
     version: int
     checksum: str = ""
     """Of the file that is meant, where lineages share a number; "": all of them."""
+
+
+class KeepVersions(msgspec.Struct, frozen=True, tag="keep_versions"):
+    """Only the files of these weights, and of those that the trainer holds, may be needed: predecessors left others."""
+
+    policy: str
+    checksums: tuple[str, ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -293,6 +301,7 @@ ControlMessage = (
     | BeginLineage
     | Export
     | ReleaseVersion
+    | KeepVersions
     | Shutdown
 )
 

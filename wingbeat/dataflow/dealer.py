@@ -93,6 +93,10 @@ class TaskDealer:
         A source of the configuration comes back with its configured share.  Raises RequestError where
         ratios are set and leave nothing for this source.
         """
+        if ratio is None and source in self._configured and source not in self._ratios:
+            if self._ratios or not self._train:  # else someone chose to mix by size
+                self._ratios = mixing.with_configured(self._ratios, source, self._configured)
+            return
         if not self._ratios:
             if ratio is not None:
                 raise RequestError(
@@ -103,15 +107,20 @@ class TaskDealer:
             return
         if source in self._ratios:
             return
-        share = self._configured.get(source) if ratio is None else ratio
-        if share is None:
+        if ratio is None:
             shown = ", ".join(f"{name} = {value:g}" for name, value in self._ratios.items())
             raise RequestError(
                 f"the ratios are {shown} and leave nothing for source {source!r}: send its `ratio` along (the others"
                 " shrink in proportion)",
                 param="ratio",
             )
-        self._ratios = mixing.with_share(self._ratios, source, share)
+        if not mixing.MIN_SHARE <= ratio <= 1 - mixing.MIN_SHARE:
+            raise RequestError(
+                f"`ratio` of source {source!r}: expected {mixing.MIN_SHARE:g} to {1 - mixing.MIN_SHARE:g}, got"
+                f" {ratio:g}",
+                param="ratio",
+            )
+        self._ratios = mixing.with_share(self._ratios, source, ratio)
 
     def add_source(self, source: str, split: Split, tasks: Sequence[Task]) -> None:
         """Add or replace a source.
@@ -137,16 +146,25 @@ class TaskDealer:
     def _initial_state(self, source: str, known: SourceState | None, *, digest: str) -> SourceState:
         if known is not None and known.digest == digest:
             return known
-        passes = [claim.pass_ for claim in self._claims() if claim.name != source]
-        passes += [state.pass_ for name, state in self._restored.items() if name != source]
-        lowest = min(passes, default=0.0)
+        middle = self._mean_pass(without=source)
         if known is None:
-            return SourceState(epoch=0, position=0, pass_=lowest, digest=digest)
+            return SourceState(epoch=0, position=0, pass_=middle, digest=digest)
         first = known.epoch + 1
         was_last = self._epochs is not None and first - known.first_epoch >= self._epochs
         # one that comes back from exhaustion does not catch up on what it could not deal
-        kept = max(known.pass_, lowest) if was_last else known.pass_
+        kept = max(known.pass_, middle) if was_last else known.pass_
         return msgspec.structs.replace(known, epoch=first, first_epoch=first, position=0, pass_=kept, digest=digest)
+
+    def _mean_pass(self, *, without: str) -> float:
+        """Where a source begins that is neither ahead of its share nor behind, however far others are behind."""
+        claims = [claim for claim in self._claims() if claim.name != without]
+        if self._ratios or not claims:  # the sizes of those that have not come back are unknown
+            claims += [
+                Claim(name, self._ratios.get(name, 0.0) if self._ratios else 1.0, state.pass_)
+                for name, state in self._restored.items()
+                if name != without
+            ]
+        return mixing.mean_pass(claims)
 
     def remove(self, source: str) -> None:
         """Forget a source, its eval tasks and its share; the others keep their proportions.  Raises NotFoundError."""
@@ -158,6 +176,11 @@ class TaskDealer:
             place.pop(source, None)
         if source in self._ratios:
             self._ratios = mixing.without(self._ratios, source)
+
+    @property
+    def removed(self) -> frozenset[str]:
+        """Sources that were taken out and have not come back."""
+        return frozenset(self._removed)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -198,7 +221,13 @@ class TaskDealer:
     @property
     def is_exhausted(self) -> bool:
         """Whether every source that takes part has dealt its tasks as often as it may."""
-        return bool(self._train) and not self.missing and not self._claims()
+        shared = [source for source in self._train.values() if self._weight(source) > 0]
+        return bool(shared) and not self.missing and all(source.is_exhausted(self._epochs) for source in shared)
+
+    @property
+    def has_no_share(self) -> bool:
+        """Whether there are training tasks and the share of every source is 0, so that nothing is dealt."""
+        return bool(self._train) and not self.missing and not any(map(self._weight, self._train.values()))
 
     def places(self) -> dict[str, SourcePlace]:
         """Every training source, also those that are missing."""
@@ -260,7 +289,16 @@ class TaskDealer:
         if not self._ratios:
             self._forfeit(claims, source.pass_)
         source.pass_ += 1 / self._weight(source)
-        return source.deal()
+        task = source.deal()
+        self._keep_up()
+        return task
+
+    def _keep_up(self) -> None:
+        """Exhausted sources do not fall behind: one that gets another epoch does not catch up on what it missed."""
+        middle = mixing.mean_pass(self._claims())
+        for source in self._train.values():
+            if source.is_exhausted(self._epochs):
+                source.pass_ = max(source.pass_, middle)
 
     def _forfeit(self, claims: Sequence[Claim], dealt_at: float) -> None:
         """Where sizes decide, nobody waits: a source for which no client asks keeps ``slack`` groups of its claim."""

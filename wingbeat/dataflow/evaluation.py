@@ -74,7 +74,7 @@ class Evaluation:
         has_one_source = len({task.source for task in tasks}) == 1
         self._spec = spec
         self._tasks = tuple(tasks)
-        self._keys = [task.id if has_one_source else f"{task.source}/{task.id}" for task in tasks]
+        self._keys = [task.id if has_one_source else task_key(task.source, task.id) for task in tasks]
         if len(set(self._keys)) < len(self._keys):
             raise ValueError(f"evaluation {spec.id}: every task may come once, raise samples_per_task instead")
         self._waiting = list(range(len(tasks)))
@@ -114,6 +114,13 @@ class Evaluation:
             policies=(f"{self._spec.policy}@{self._spec.version}", *self._spec.team),
             evaluation_id=self._spec.id,
         )
+
+    def withdraw(self, source: str) -> None:
+        """Hand out no more tasks of a source; its episodes are reported as missing."""
+        left = [index for index in self._waiting if self._tasks[index].source == source]
+        self._waiting = [index for index in self._waiting if self._tasks[index].source != source]
+        if left:
+            self._missing[f"source {source} was removed"] += len(left) * self._spec.samples_per_task
 
     def collect(self, group: ClosedGroup) -> None:
         """Take in a closed group.  Raises ValueError where it is not pending here."""
@@ -155,6 +162,11 @@ class Evaluation:
         )
 
 
+def task_key(source: str, task_id: str) -> str:
+    """``source/id``; a slash in the source is written ``%2F``, so that no two tasks have the same."""
+    return f"{source.replace('%', '%25').replace('/', '%2F')}/{task_id}"
+
+
 def _score(task_means: Sequence[float]) -> SourceScore:
     count = len(task_means)
     return SourceScore(
@@ -181,10 +193,18 @@ def paired_difference(before: EvaluationResult, after: EvaluationResult) -> Pair
     ``d_t`` = mean reward of task ``t`` after minus before; the interval is ``mean(d) +- 1.96 sd(d) / sqrt(n)``,
     good for the hundred tasks and more that evaluations have.  None with fewer than two common tasks.
     """
-    common = [task for task in before.rewards if task in after.rewards]
-    differences = [statistics.fmean(after.rewards[t]) - statistics.fmean(before.rewards[t]) for t in common]
+    earlier, later = _by_task(before), _by_task(after)
+    differences = [statistics.fmean(later[t]) - statistics.fmean(earlier[t]) for t in earlier if t in later]
     if len(differences) < 2:
         return None
     mean = statistics.fmean(differences)
     margin = statistics.NormalDist().inv_cdf(0.975) * statistics.stdev(differences) / math.sqrt(len(differences))
     return PairedDifference(mean, mean - margin, mean + margin, len(differences))
+
+
+def _by_task(result: EvaluationResult) -> dict[str, tuple[float, ...]]:
+    """The rewards by source and task also where one source was scored: others may have come or gone since."""
+    if len(result.sources) != 1:
+        return dict(result.rewards)
+    (source,) = result.sources
+    return {task_key(source, task): rewards for task, rewards in result.rewards.items()}

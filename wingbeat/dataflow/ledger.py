@@ -90,7 +90,7 @@ class Ledger(LedgerReader):
             writing.execute("PRAGMA foreign_keys = ON")
             _adopt(writing, run)
             ledger = cls(path, lock=lock, writing=writing, clock=clock)
-        except (SetupError, sqlite3.Error) as error:
+        except (SetupError, sqlite3.Error, OSError) as error:
             if writing is not None:
                 writing.close()
             lock.close()
@@ -368,7 +368,10 @@ def _lock(path: Path) -> BinaryIO:
     """Hold the ledger for this process until the file is closed (the system closes it for a killed one)."""
     if not path.parent.is_dir():
         raise SetupError(f"expected the run directory {path.parent}, found none; create it first")
-    lock = path.with_name(f"{path.name}.lock").open("ab")
+    try:
+        lock = path.with_name(f"{path.name}.lock").open("ab")
+    except OSError as error:
+        raise SetupError(f"the ledger {path} cannot be written: {error}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -394,7 +397,8 @@ def _adopt(db: sqlite3.Connection, run: RunMeta) -> None:
     known = {str(key): str(value) for key, value in db.execute("SELECT key, value FROM meta")}
     for key, wanted in (("run_id", run.run_id), ("seed", str(run.seed))):
         if known.get(key, wanted) != wanted:
-            raise SetupError(f"this ledger has {key} {known[key]!r}, got {wanted!r}; choose another run directory")
+            fix = f", or leave run.seed out, or set it to {known[key]}" if key == "seed" else ""
+            raise SetupError(f"this ledger has {key} {known[key]!r}, got {wanted!r}; choose another run directory{fix}")
     db.execute("BEGIN IMMEDIATE")
     for key, value in (("run_id", run.run_id), ("seed", str(run.seed)), ("config", run.config)):
         set_meta(db, key, value)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from wingbeat.core import files
 from wingbeat.core.errors import UnavailableError, WingbeatError
 
 T = TypeVar("T")
@@ -179,4 +180,6 @@ class CommitThread:
 
 def has_no_room(error: Exception) -> bool:
     """Whether a write failed for want of room on the disk."""
+    if isinstance(error, OSError):
+        return error.errno in files.NO_ROOM
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in NO_ROOM

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from wingbeat.core.errors import RequestError
 
 SUM_TOLERANCE = 1e-6
+MIN_SHARE = 1e-6
+"""A smaller one is no share of any run, and its inverse, the step of a pass, may be too large for a number."""
 _ROUNDING = 1e-9
 
 
@@ -31,10 +33,15 @@ class Claim:
     pass_: float
 
 
+def mean_pass(claims: Sequence[Claim]) -> float:
+    """The pass of a source that is just where its share puts it, weighted by shares; 0 where nobody has one."""
+    total = math.fsum(claim.weight for claim in claims)
+    return math.fsum(claim.weight * claim.pass_ for claim in claims) / total if total > 0 else 0.0
+
+
 def ahead(claims: Sequence[Claim]) -> dict[str, float]:
     """By how many groups each source is ahead of its share; negative where it is behind.  They sum to 0."""
-    total = math.fsum(claim.weight for claim in claims)
-    mean = math.fsum(claim.weight * claim.pass_ for claim in claims) / total if claims else 0.0
+    mean = mean_pass(claims)
     return {claim.name: claim.weight * (claim.pass_ - mean) for claim in claims}
 
 
@@ -68,6 +75,12 @@ def check_ratios(ratios: Mapping[str, float], *, sources: Sequence[str]) -> None
         raise RequestError(
             f"`ratios` leave out source {left_out[0]!r}; give it a share, or 0 to deal none of it", param="ratios"
         )
+    tiny = next((source for source, ratio in ratios.items() if 0 < ratio < MIN_SHARE), None)
+    if tiny is not None:
+        raise RequestError(
+            f"the share of {tiny!r} is {ratios[tiny]:g}; expected {MIN_SHARE:g} or more, or 0 to deal none of it",
+            param="ratios",
+        )
     total = math.fsum(ratios.values())
     if any(not ratio >= 0 for ratio in ratios.values()) or not abs(total - 1) <= SUM_TOLERANCE:
         shown = ", ".join(f"{source} = {ratio:g}" for source, ratio in ratios.items())
@@ -77,13 +90,38 @@ def check_ratios(ratios: Mapping[str, float], *, sources: Sequence[str]) -> None
 
 
 def with_share(ratios: Mapping[str, float], source: str, share: float) -> dict[str, float]:
-    """A source joins with a share; the others keep their proportions in what is left."""
+    """A source joins with a share; the others keep their proportions in what is left.
+
+    Where all of the others have 0, they keep it, and the source gets everything, unless its share is 0, too.
+    """
     rest = math.fsum(ratio for name, ratio in ratios.items() if name != source)
+    if rest == 0:
+        return {**ratios, source: 1.0 if share > 0 else 0.0}
     scaled = {name: ratio / rest * (1 - share) for name, ratio in ratios.items() if name != source}
     return {**scaled, source: share}
 
 
+def with_configured(ratios: Mapping[str, float], source: str, configured: Mapping[str, float]) -> dict[str, float]:
+    """A source of the configuration comes back with its configured share.
+
+    Where the others mix as configured, too, all do so again, in whatever order several come back.  One that was
+    configured to have everything shares equally with those that came since.
+    """
+    others = {name: configured[name] for name in ratios if name in configured}
+    mix = without(others, source)
+    if len(others) == len(ratios) and all(math.isclose(ratios[name], mix.get(name, 0.0)) for name in ratios):
+        total = math.fsum(others.values()) + configured[source]
+        return {
+            name: share / total if total > 0 else 0.0 for name, share in {**others, source: configured[source]}.items()
+        }
+    share = configured[source] if configured[source] < 1 else 1 / (len(ratios) + 1)
+    return with_share(ratios, source, share)
+
+
 def without(ratios: Mapping[str, float], source: str) -> dict[str, float]:
-    """A source leaves; the others keep their proportions.  {} (sizes decide) where no share is left."""
+    """A source leaves; the others keep their proportions, and a share of 0 stays 0 even where nobody has more.
+
+    {} (sizes decide) where it was the last one.
+    """
     rest = math.fsum(ratio for name, ratio in ratios.items() if name != source)
-    return {name: ratio / rest for name, ratio in ratios.items() if name != source} if rest > 0 else {}
+    return {name: ratio / rest if rest > 0 else 0.0 for name, ratio in ratios.items() if name != source}

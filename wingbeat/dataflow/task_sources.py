@@ -8,6 +8,7 @@ import random
 import msgspec
 
 from wingbeat.core.errors import RequestError
+from wingbeat.core.protocol import source_fault
 from wingbeat.core.types import Task
 
 
@@ -79,7 +80,9 @@ class TrainSource:
 
 
 def check_source(source: str, tasks: tuple[Task, ...]) -> None:
-    """Raises RequestError where the tasks are none, not of this source or share an id."""
+    """Raises RequestError where the name cannot stand in a path, or the tasks are none, not of it or share an id."""
+    if fault := source_fault(source):
+        raise RequestError(fault, param="source")
     if not tasks:
         raise RequestError(f"source {source!r}: expected at least one task, got none", param="tasks")
     foreign = next((task for task in tasks if task.source != source), None)

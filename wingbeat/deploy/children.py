@@ -101,7 +101,12 @@ class Child:
     async def run(self) -> None:
         """Start, watch and restart until stopped or failed."""
         while not self._stopping.is_set():
-            code = await self._run_once()
+            try:
+                code = await self._run_once()
+            except OSError as error:  # no such program, or none that this machine can run
+                self.error = f"{self.spec.name} cannot be started: {error}"
+                self._become(ChildState.FAILED)
+                return
             if self._stopping.is_set() or code == 0:  # it was told to end, by us or by control
                 break
             self._deaths.append(self._clock())

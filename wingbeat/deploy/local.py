@@ -7,6 +7,7 @@ its place (workers through control, control through the ledger).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -24,10 +25,10 @@ from typing import Any, BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import AgentConfig, Config, PolicyConfig, TrainerConfig, dump_toml
-from wingbeat.core.errors import ConfigError, SetupError, UnavailableError
+from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.dataflow.operators import absolute_use
-from wingbeat.deploy.checks import check_exposure, check_port
+from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
@@ -35,10 +36,9 @@ from wingbeat.weights.host import run_weights_candidates
 
 logger = logging.getLogger(__name__)
 
-BUILTIN = "builtin:"
-OTHER_MODELS = ("reference", "teacher")
-"""Keys of a trainer that name a model as `model` does."""
 START_S = 120.0
+ACCEPT_POLL_S = 0.2
+"""Between looks whether the trainers have taken a continued run's settings."""
 OnNote = Callable[[str], None]
 """Takes what takes its time, in words."""
 
@@ -125,6 +125,7 @@ class Supervisor:
         self._is_new = not any(run_dir.iterdir())
         self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
         self._group: asyncio.TaskGroup | None = None
+        self._acceptance: asyncio.Task[None] | None = None
         self._lock: BinaryIO | None = None
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -133,7 +134,8 @@ class Supervisor:
         self._lock = lock_run(self.run_dir)  # before anything of the run is touched
         for folder in ("logs", "checkpoints", "export", "models"):
             (self.run_dir / folder).mkdir(exist_ok=True)
-        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode(), mode=OWNER_ONLY)
+        if self._is_new:
+            self._write_config()
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
         try:
@@ -142,6 +144,8 @@ class Supervisor:
             self._on_note("starting the server")
             await self._start_control(models)
             self._start_workers()
+            if not self._is_new:
+                self._acceptance = self._group.create_task(self._accept(), name="accept")
         except BaseException:
             await self._stop()
             if self._is_new and "control" not in self.children:  # there is no run yet, only what we wrote
@@ -156,6 +160,8 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Control first, so that it tells the workers and the ledger closes in peace."""
+        if self._acceptance is not None:
+            self._acceptance.cancel()
         control = self.children.get("control")
         if control is not None:
             await control.stop()
@@ -167,6 +173,25 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+
+    def _write_config(self) -> None:
+        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode(), mode=OWNER_ONLY)
+
+    async def _accept(self) -> None:
+        """Keep a continued run's settings once control and every trainer took them.
+
+        Until then one of them may refuse (another seed, another rank), and the run must stay as it was.
+        """
+        async with AsyncSwarm(self.url, self.config.server.admin_key) as swarm:
+            while True:
+                with contextlib.suppress(WingbeatError):
+                    if all(policy.trainer != "absent" for policy in (await swarm.status()).policies):
+                        break
+                await asyncio.sleep(ACCEPT_POLL_S)
+        try:
+            self._write_config()
+        except UnavailableError as error:  # a full disk
+            logger.warning("%s", error)
 
     async def wait_failed(self) -> SetupError:
         """Returns once a child could not be kept running."""

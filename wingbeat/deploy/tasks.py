@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config
+from wingbeat.core.config.dataflow import ratios_fault
 from wingbeat.core.errors import ConfigError, RequestError
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.task_sources import check_source
@@ -36,12 +38,31 @@ def load_tasks(config: Config, config_dir: Path) -> Tasks:
                 result.setdefault((task.source, split), []).append(task)
     for (source, split), members in result.items():
         if split is Split.TRAIN and tasks.ratios and source not in tasks.ratios:
-            raise ConfigError(f"tasks.ratios leave out the source {source!r}: give it a share, or take its tasks out")
+            unknown = sorted(set(tasks.ratios) - {name for name, _ in result})
+            raise ConfigError(f"`tasks`: {ratios_fault(source, unknown)}")
         try:
             check_source(source, tuple(members))
         except RequestError as error:
             raise ConfigError(error.message) from error
+    _check_agents_sources(config, {name for name, _ in result})
     return result
+
+
+def _check_agents_sources(config: Config, configured: set[str]) -> None:
+    """Refuse an agent for a source that nobody will bring, and that it would wait for without end."""
+    known = sorted(configured | set(config.tasks.ratios))
+    if not configured:
+        return
+    for name, agent in {"": config.agent, **config.agents}.items():
+        where = f"agents.{name}.sources" if name else "agent.sources"
+        for source in agent.sources or ():
+            if source not in known:
+                near = difflib.get_close_matches(source, known, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ConfigError(
+                    f"{where}: expected sources of [tasks] ({', '.join(known)}), got {source!r}{hint} One that a client"
+                    " brings is named in tasks.ratios, or by the agent's own file"
+                )
 
 
 def _read(

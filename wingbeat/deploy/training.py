@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,11 +14,11 @@ from typing import Any
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config
-from wingbeat.core.errors import ConfigError, SetupError, WingbeatError
+from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.files import write_atomically
 from wingbeat.dataflow.evaluation import EvaluationResult, PairedDifference, paired_difference
 from wingbeat.dataflow.ledger_reader import open_read_only
-from wingbeat.deploy.checks import check_exposure
+from wingbeat.deploy.checks import check_agents, check_exposure, check_trains
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 from wingbeat.deploy.local import OnNote, Supervisor, absolute_paths, make_run_dir, stop_event
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
@@ -101,6 +100,7 @@ def run_plan(plan: TrainingPlan) -> TrainingResult:
 
 async def _run(plan: TrainingPlan) -> TrainingResult:
     started = time.monotonic()
+    check_trains(plan.config)
     plan = replace(plan, config=absolute_paths(plan.config, plan.config_dir))
     tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
     check_agents(plan.config, plan.config_dir)
@@ -149,7 +149,7 @@ async def _follow(
                 raise result
         if not done.done():
             return {}
-        await _check_trained(swarm)
+        await check_trained(swarm, supervisor.run_dir)
         return done.result()
     finally:
         for task in watchers:
@@ -157,7 +157,7 @@ async def _follow(
         await asyncio.gather(*watchers, return_exceptions=True)
 
 
-async def _check_trained(swarm: AsyncSwarm) -> None:
+async def check_trained(swarm: AsyncSwarm, run_dir: Path) -> None:
     """Raises SetupError where a run is complete because training stopped before its last step."""
     status = await swarm.status()
     if status.ended:
@@ -166,7 +166,7 @@ async def _check_trained(swarm: AsyncSwarm) -> None:
         if policy.trainer != "frozen" and policy.version < (status.total_steps or 0):
             raise SetupError(
                 f"policy {policy.name!r} stopped at step {policy.version} of {status.total_steps}:"
-                f" {'; '.join(status.blockers)}; fix it and continue with --resume"
+                f" {'; '.join(status.blockers)}; fix it and continue with --resume {run_dir}"
             )
 
 
@@ -186,11 +186,13 @@ async def _events(swarm: AsyncSwarm, on_event: OnEvent, done: asyncio.Future[dic
 
 
 async def _blockers(swarm: AsyncSwarm, on_event: OnEvent) -> None:
-    """Ask now and then what the run waits for: without it, a run that cannot move would look like a slow one."""
+    """Ask now and then what the run waits for (without it, a run that cannot move would look like a slow one) and what
+    people should know though it moves (also of before a restart)."""
     while True:
         await asyncio.sleep(BLOCKERS_EVERY_S)
         with contextlib.suppress(WingbeatError):
-            on_event({"event": "blockers", "blockers": (await swarm.status()).blockers})
+            status = await swarm.status()
+            on_event({"event": "blockers", "blockers": status.blockers, "warnings": status.warnings})
 
 
 async def _agents_failed(clients: Sequence[Child]) -> SetupError:
@@ -204,19 +206,6 @@ async def _agents_failed(clients: Sequence[Child]) -> SetupError:
 
 
 # --- agents ------------------------------------------------------------------------------
-
-
-def check_agents(config: Config, config_dir: Path) -> None:
-    """Raises ConfigError where the file or the interpreter of a configured agent does not exist."""
-    for name, agent in config.running_agents.items():
-        key = "agent" if name == "agent" and not config.agents else f"agents.{name}"
-        assert agent.path is not None, "validated"
-        module, _, function = agent.path.partition(".py:")
-        path = config_dir / (f"{module}.py" if function else agent.path)
-        if not path.is_file():
-            raise ConfigError(f"{key}.path: no file {path}")
-        if agent.python is not None and shutil.which(agent.python) is None:
-            raise ConfigError(f"{key}.python: no program {agent.python}; make the environment first")
 
 
 @contextlib.asynccontextmanager

@@ -39,7 +39,7 @@ class ClientGroups:
 
     def add(self, name: str, *, suffix: str) -> str:
         """The id of a new group; the empty name is for a task without a group, and is not kept."""
-        group_id = f"{PREFIX}{_spell(name)}:{suffix}"
+        group_id = f"{PREFIX}{spell(name, safe=':')}:{suffix}"
         if name:
             self._open[name] = group_id
         return group_id
@@ -58,8 +58,9 @@ class ClientGroups:
         self._open.update({_name(g): g for g in group_ids if is_client_group(g) and _name(g)})
 
 
-def _spell(name: str) -> str:
-    return quote(name, safe=":").replace("~", "%7E").replace("%", "~")
+def spell(name: str, *, safe: str = "") -> str:
+    """A name as part of an id that stands in paths; what is ``safe`` stays as it is."""
+    return quote(name, safe=safe).replace("~", "%7E").replace("%", "~")
 
 
 def _name(group_id: str) -> str:

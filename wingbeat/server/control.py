@@ -114,7 +114,9 @@ class Control:
         self.finishing = self._make_finishing()
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
-        self._session_parts = SessionParts(self.engines, self.policies, self.events, self.changed)
+        self._session_parts = SessionParts(
+            self.engines, self.policies, self.events, self.changed, is_stopping=lambda: self.stopping
+        )
         self.director = self._make_director()
         self.stopping = False
         self.error: BaseException | None = None
@@ -239,6 +241,7 @@ class Control:
             operator=fault.operator,
             hook=fault.hook,
             error=fault.error,
+            text=fault.text,
         )
         if fault.stops:
             self.policies[fault.policy].halt(fault.text)
@@ -371,7 +374,9 @@ class Control:
         host = self.policies[register.policies[0]]
         if not host.config.trainable or (host.has_trainer and host.trainer_id != register.worker_id):
             return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
-        return self._welcome(register, (host.spec,)), TrainerSession(host, register, send)
+        return self._welcome(register, (host.spec,)), TrainerSession(
+            host, register, send, is_stopping=lambda: self.stopping
+        )
 
     def _welcome(self, register: Register, specs: tuple[PolicySpec, ...]) -> Welcome:
         return Welcome(

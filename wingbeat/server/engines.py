@@ -54,8 +54,8 @@ class EngineLink:
     pinned: set[tuple[str, int]] = field(default_factory=set)
     flights: dict[str, Flight] = field(default_factory=dict)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
-    failure: str = ""
-    """The last command it could not carry out, for the status."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Per policy, the last command that it could not carry out, for the status; a later one that it could ends it."""
 
     def serves(self, policy: str, version: int | None) -> bool:
         return policy in self.served if version is None else (policy, version) in self.pinned
@@ -147,12 +147,25 @@ class EnginePool:
             self._limit_wait(flight)
 
     def served(self, link: EngineLink, message: WeightsServed) -> None:
-        """An engine acknowledged what it now serves."""
+        """An engine acknowledged what it now serves.
+
+        One that joined while newer weights were published takes requests only once it has those, too: groups were
+        admitted meanwhile whose floor is above what it loaded first.
+        """
         if message.pinned:
-            link.pinned.add((message.policy, message.version))
-        else:
+            pin = self._pins.get((message.policy, message.version))
+            if pin is not None and pin.checksum == message.checksum:  # else it was unpinned meanwhile
+                link.pinned.add((message.policy, message.version))
+        elif message.policy in link.served or (message.lineage, message.version) >= self._oldest(message.policy):
             link.served[message.policy] = Served(message.lineage, message.version, message.checksum)
         self._dispatch()
+
+    def _oldest(self, policy: str) -> tuple[int, int]:
+        """(lineage, version) of the oldest weights with which a group that is admitted now may be sampled."""
+        lowest, live = self.lowest_served(policy), self._live.get(policy)
+        if lowest is not None:
+            return lowest.lineage, lowest.version
+        return (0, 0) if live is None else (live.lineage, live.version)
 
     def publish(self, manifest: Manifest) -> None:
         """Have every engine serve this version live."""
@@ -182,7 +195,7 @@ class EnginePool:
 
     def has_served(self, manifest: Manifest) -> bool:
         """True once every connected engine serves this live version or a newer one."""
-        found = [link.served.get(manifest.policy) for link in self._links if not link.failure]
+        found = [link.served.get(manifest.policy) for link in self._links if manifest.policy not in link.failures]
         return all(served is not None and served[:2] >= (manifest.lineage, manifest.version) for served in found)
 
     def rolled_back(self, policy: str, ancestry: Ancestry) -> None:

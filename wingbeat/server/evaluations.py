@@ -15,6 +15,7 @@ from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.evaluation import Evaluation, EvaluationResult, EvaluationSpec
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.records import ClosedGroup, GroupSpec
+from wingbeat.server.client_groups import spell
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.signals import Changed
 
@@ -55,16 +56,14 @@ class Evaluations:
         """
         host = self._host(request.policy)
         for member in self._parts.policies.values():
-            if member.manifest_of(member.version) is None:
-                raise NoEngine(f"policy {member.name!r} has no weights yet: its trainer is starting")
+            if missing := member.missing(member.version):
+                raise NoEngine(missing)
         version = host.version if request.version is None else request.version
-        if host.manifest_of(version) is None:
-            raise VersionGone(
-                f"version {version} of policy {host.name!r} is no longer held; the live one is {host.version}"
-            )
+        if missing := host.missing(version):
+            raise NoEngine(missing) if host.versions.is_taken(version, host.ancestry) else VersionGone(missing)
         tasks = self._parts.dealer.eval_tasks(request.source, limit=request.max_tasks)
         team = [(h, h.version) for h in self._parts.policies.values() if h is not host]
-        evaluation_id = f"{request.name}-{host.name}-{version}-{secrets.token_hex(3)}"
+        evaluation_id = f"{spell(request.name)}-{spell(host.name)}-{version}-{secrets.token_hex(3)}"
         spec = EvaluationSpec(
             id=evaluation_id,
             policy=host.name,
@@ -111,6 +110,13 @@ class Evaluations:
             if group is not None:
                 return group
         return None
+
+    def withdraw(self, source: str) -> None:
+        """A source is gone: nobody may be left who could run what was not handed out of it."""
+        for evaluation in self.running:
+            evaluation.withdraw(source)
+            if evaluation.done:
+                self._finish(evaluation)
 
     def collect(self, group: ClosedGroup) -> None:
         """A group of an evaluation closed; with the last one its result is recorded."""

@@ -6,9 +6,9 @@ The dealer knows the shares, operators know which tasks teach something, and thi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from wingbeat.core.types import Task
 from wingbeat.dataflow.dealer import TaskDealer
@@ -25,6 +25,15 @@ Sources = frozenset[str] | None
 """What a client can run; None: every source."""
 
 
+class AtWork(NamedTuple):
+    """Where clients are."""
+
+    running: frozenset[str]
+    """Sources of the episodes that gave a sign of life lately."""
+    unfinished: Mapping[str, int]
+    """Open training groups, by source."""
+
+
 class Issuer:
     """Runs on control's event loop."""
 
@@ -35,13 +44,15 @@ class Issuer:
         ledger: Ledger,
         watch: Callable[[Future[Any]], None],
         should_issue: Callable[[Task], bool],
+        at_work: Callable[[], AtWork],
         clock: Callable[[], float],
     ) -> None:
-        """``should_issue`` says whether some policy wants a task."""
+        """``should_issue`` says whether some policy wants a task, ``at_work`` what clients run now."""
         self._dealer = dealer
         self._ledger = ledger
         self._watch = watch
         self._should_issue = should_issue
+        self._at_work = at_work
         self._clock = clock
         self._waiting: Counter[Sources] = Counter()
         """What is asked for right now."""
@@ -78,17 +89,19 @@ class Issuer:
         self._waiting[sources] -= 1
         if not self._waiting[sources]:
             del self._waiting[sources]
-        self._asked[sources] = self._clock()
+        now = self._clock()
+        self._asked = {asked: at for asked, at in self._asked.items() if at >= now - ASKED_S} | {sources: now}
 
     @property
     def num_waiting(self) -> int:
         """Clients that ask now."""
         return self._waiting.total()
 
-    def _is_asked_for(self, source: str) -> bool:
+    def _has_client(self, source: str) -> bool:
+        """Whether a client asked for it lately, or is busy with it."""
         horizon = self._clock() - ASKED_S
-        self._asked = {asked: at for asked, at in self._asked.items() if at >= horizon}
-        return any(asked is None or source in asked for asked in (*self._waiting, *self._asked))
+        asked = (*self._waiting, *(sources for sources, at in self._asked.items() if at >= horizon))
+        return source in self._at_work().running or any(s is None or source in s for s in asked)
 
     # --- in words -----------------------------------------------------------------------------
 
@@ -101,16 +114,34 @@ class Issuer:
         ]
         if self._dealer.is_exhausted:
             found.append("the tasks are exhausted (tasks.epochs): the run ends with the groups that are in flight")
+        if self._dealer.has_no_share:
+            without = ", ".join(self._dealer.ratios)
+            found.append(f"nothing is dealt: the share of {without} is 0; give shares with PUT /api/mixing")
         waits = [(asked, self._dealer.held_back(asked)) for asked in self._waiting if asked is not None]
         for behind in dict.fromkeys(name for _, names in waits for name in names):
             ahead = sorted({name for asked, names in waits if behind in names for name in asked})
             who = ", ".join(ahead)
-            if self._is_asked_for(behind):
+            if self._has_client(behind):
                 found.append(f"source {behind!r} is behind its share: its clients are slower than those of {who}")
             else:
                 found.append(f"source {behind!r} is behind its share: no client asks for it, and those of {who} wait")
-        unasked = sorted(name for name in set(evaluated) if self._waiting and not self._is_asked_for(name))
+        unasked = sorted(name for name in set(evaluated) if self._waiting and not self._has_client(name))
         return found + [f"an evaluation waits for a client of source {name!r}" for name in unasked]
+
+    def absent_clients(self) -> list[str]:
+        """What was begun and nobody goes on with, and what clients ask for in vain: why other things then wait."""
+        at_work = self._at_work()
+        found = [
+            f"{count} open group{'s' if count > 1 else ''} of source {name!r} wait{'s' if count == 1 else ''} for a"
+            " client: none asks for it"
+            for name, count in sorted(at_work.unfinished.items())
+            if self._waiting and not self._has_client(name)
+        ]
+        known = {*self._dealer.sources, *self._dealer.missing}
+        asked = {name for sources in self._waiting for name in (known if sources is None else sources)}
+        if asked and known and not asked & known and not at_work.running:
+            found.append(f"clients ask only for what is not here: {self.reason(asked)}")
+        return found
 
     def reason(self, sources: Collection[str]) -> str:
         """Why a client of just these sources gets nothing, or "" where that has other reasons."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.core.worker_protocol import ControlMessage, Exported, Manifest, PolicySpec, StepDone, TrainStep
+from wingbeat.core.worker_protocol import ControlMessage, Exported, Manifest, PolicySpec, StepDone
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.lineages import Ancestry, Lineage
@@ -89,7 +89,7 @@ class PolicyHost:
         """Why training stopped for good, if it did."""
         self.trained_tokens = 0
         self.equal_groups = 0
-        """Groups in a row whose rewards were all equal."""
+        """Groups in a row from which nothing can be learnt, as their rewards were all equal."""
         self.staleness_max = 0
         self.last_batch: TrainingBatch | None = None
         """Of the last step that counted in this process."""
@@ -158,7 +158,7 @@ class PolicyHost:
         """Give the pending step to a trainer that is ready for it."""
         if self.state is TrainerState.READY and self.loop.pending is not None and not self.halted:
             self.state = TrainerState.TRAINING
-            self.send(TrainStep(batch=self.loop.pending))
+            self.trainer.give(self.loop.pending)
 
     def count_step(self, done: StepDone) -> None:
         """The pending step is done: version, weights, ledger."""
@@ -184,8 +184,11 @@ class PolicyHost:
 
     def add_group(self, group: ReadyGroup) -> bool:
         """A group of this policy closed.  Whether it waits to be trained now."""
-        rule = VarianceRule(self.config.trainer.credit, self.config.trainer.gamma)
-        self.equal_groups = self.equal_groups + 1 if has_zero_variance(group, rule) else 0
+        trainer = self.config.trainer
+        teaches = trainer.learns_from_equal_rewards or not has_zero_variance(
+            group, VarianceRule(trainer.credit, trainer.gamma)
+        )
+        self.equal_groups = 0 if teaches else self.equal_groups + 1
         return self.buffer.add(group)
 
     @property
@@ -242,9 +245,7 @@ class PolicyHost:
         """
         before, context = self.ancestry, self.context
         base_lineage = min(base_lineage, before.current)  # a ledger of old may not know the trainer's
-        dropped = self.buffer.drain_dropped()
-        if dropped:
-            context.watch(context.ledger.mark_dropped(self.name, dropped=dropped))
+        self._record_drops()
         self.buffer.clear()  # the ledger has it, and knows what the trainer's step leaves of it
         write = context.ledger.begin_lineage(self.name, base_lineage=base_lineage, base_step=base_step, reason=reason)
         context.watch(write)
@@ -271,11 +272,21 @@ class PolicyHost:
         """The lineage is on record: lost samples wait again, and engines go to its weights."""
         groups = {group.group_id: group for group in self.buffer.clear()}  # closed meanwhile
         groups |= {group.group_id: group for group in self.context.ledger.unconsumed(self.name)}
+        gone = self._record_drops()
         for group in groups.values():
-            self.buffer.add(group)
+            members = tuple(m for m in group.members if (m.episode_id, m.attempt) not in gone)
+            if members:
+                self.buffer.add(replace(group, members=members))
         self._recall()
         self.adopt(manifest)
         self.context.changed.notify()
+
+    def _record_drops(self) -> set[tuple[str, int]]:
+        """Have the ledger learn which attempts left the buffer although no batch carries them."""
+        dropped = self.buffer.drain_dropped()
+        if dropped:
+            self.context.watch(self.context.ledger.mark_dropped(self.name, dropped=dropped))
+        return {(one.episode_id, one.attempt) for one in dropped}
 
     def _highest(self, before: Ancestry) -> int:
         """What versions of the lineage before count as at most."""
@@ -303,6 +314,19 @@ class PolicyHost:
     def manifest_of(self, version: int) -> Manifest | None:
         """The manifest of a surviving version whose file still exists."""
         return self.versions.of(version, self.ancestry)
+
+    def missing(self, version: int) -> str:
+        """Why :meth:`manifest_of` gives none, for people; "" where it gives one."""
+        if self.manifest_of(version) is not None:
+            return ""
+        if self.versions.is_taken(version, self.ancestry):
+            return (
+                f"an evaluation still runs on an abandoned version {version} of policy {self.name!r}, from before a"
+                f" rollback; once it is done, version {version} can be evaluated"
+            )
+        if self.manifest is None:
+            return f"policy {self.name!r} has no weights yet: its trainer is starting"
+        return f"version {version} of policy {self.name!r} is no longer held; the live one is {self.version}"
 
     def release_unused(self) -> None:
         """Delete files of versions that nobody can ask for any more."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -47,11 +48,7 @@ def assign_rewards(rewards: float | Rewards, credit: Credit, *, required: Collec
         extra = [r for turn, r in rewards.turns.items() if credit.turns[turn] == (policy, agent)]
         if value is None and not extra:
             if policy in required:
-                raise InvalidReward(
-                    f"policy {policy!r} took turns but got no reward; set rewards.policies[{policy!r}]"
-                    " or pass one number for all",
-                    param="rewards.policies",
-                )
+                raise _missing(policy, agent)
             continue
         result[(policy, agent)] = float(value or 0.0) + float(sum(extra))
     return result
@@ -65,6 +62,16 @@ def uncalled_policies(rewards: float | Rewards, credit: Credit) -> list[str]:
     return sorted(set(rewards.policies) - called)
 
 
+def _missing(policy: str, agent: str) -> InvalidReward:
+    """An agent has turns and no reward: says where one could stand."""
+    name = f"{policy}:{agent}"
+    who, own = (f"agent {name!r}", f"rewards.agents[{name!r}] or ") if agent else (f"policy {policy!r}", "")
+    return InvalidReward(
+        f"{who} took turns but got no reward; set {own}rewards.policies[{policy!r}], or pass one number for all",
+        param="rewards.policies",
+    )
+
+
 def _check_names(rewards: Rewards, credit: Credit) -> None:
     agents = {f"{policy}:{agent}" if agent else policy for policy, agent in credit.agents}
     for field, names, known in (
@@ -74,7 +81,10 @@ def _check_names(rewards: Rewards, credit: Credit) -> None:
     ):
         unknown = sorted(set(names) - known)
         if unknown:
+            near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.5)
+            meant = f"did you mean {near[0]!r}? " if near else ""
             raise InvalidReward(
-                f"rewards.{field} names {unknown[0]!r}, which this episode does not have; it has {sorted(known)[:8]}",
+                f"rewards.{field} names {unknown[0]!r}, which this episode does not have; {meant}it has"
+                f" {sorted(known)[:8]}",
                 param=f"rewards.{field}",
             )

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.client_groups import ClientGroups, is_client_group
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode, new_episode_prefix, task_model
 from wingbeat.server.evaluations import Evaluations
-from wingbeat.server.issuing import Issuer, Sources
+from wingbeat.server.issuing import ASKED_S, AtWork, Issuer, Sources
 from wingbeat.server.keys import digest, new_episode_key
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
@@ -88,7 +89,12 @@ class Rollouts:
         self._client_groups = ClientGroups()
         self._group_numbers = itertools.count()
         self.issuer = Issuer(
-            parts.dealer, ledger=parts.ledger, watch=parts.watch, should_issue=self._should_issue, clock=parts.clock
+            parts.dealer,
+            ledger=parts.ledger,
+            watch=parts.watch,
+            should_issue=self._should_issue,
+            at_work=self._at_work,
+            clock=parts.clock,
         )
         self._prefix = new_episode_prefix()
 
@@ -172,6 +178,16 @@ class Rollouts:
         hosts = [h for h in self._parts.policies.values() if h.config.trainable and not h.complete]
         answers = [h.chain.should_issue(task) for h in hosts]  # all are asked: each keeps its own count
         return any(answers)
+
+    def _at_work(self) -> AtWork:
+        """What runs, and what was begun, by source."""
+        horizon = self._parts.clock() - ASKED_S
+        open_episodes = self._parts.registry.open_episodes()
+        dealt = (group for group, _ in self._parts.book.progress() if not is_client_group(group.id))
+        return AtWork(
+            running=frozenset(e.group.task.source for e in open_episodes if e.calls or e.last_seen >= horizon),
+            unfinished=Counter(group.task.source for group in dealt if group.split is Split.TRAIN),
+        )
 
     def _train_group(self, task: Task, *, size: int, policies: Sequence[str] | None = None) -> GroupSpec:
         names = tuple(policies or self._parts.policies)
@@ -380,8 +396,10 @@ class Rollouts:
             self._parts.metrics.episodes.labels(episode.split, "lost").inc()
             self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt)
             self._parts.changed.notify()
+        removed = self._parts.dealer.removed
         for group, _ in self._parts.book.progress():
-            if is_client_group(group.id):  # only its client could fill it
+            # only its client could fill it, or the clients of a source that is gone and may have left
+            if is_client_group(group.id) or group.task.source in removed:
                 self._parts.book.abandon(group.id)
 
     def restore_groups(self, group_ids: Iterable[str]) -> None:

@@ -82,8 +82,10 @@ def _unknown_field(model: type[Wire], where: tuple[int | str, ...], value: Any) 
 def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
     """The routes, bound to one control.  Bodies are read raw, so that one parser gives one error shape."""
     router = APIRouter(prefix="/api", tags=["episodes"])
+    changing = asyncio.Lock()
+    """Held while a source comes or goes: what is on disk must be what the last of several changes left."""
 
-    @router.put("/tasks/{source}", openapi_extra=body_schema(TaskSourceRequest))
+    @router.put("/tasks/{source:path}", openapi_extra=body_schema(TaskSourceRequest))
     async def put_tasks(request: Request, source: str) -> TaskSourceReply:
         keys.require_admin(request.headers)
         wanted = parse(TaskSourceRequest, await request.body())
@@ -91,21 +93,24 @@ def episode_routes(control: Control, keys: RoleKeys) -> APIRouter:
             Task(t.source if "source" in t.model_fields_set else source, id=t.id, payload=t.payload)
             for t in wanted.tasks
         ]
-        _add_source(control, source, wanted, tasks)
-        saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
-        await asyncio.to_thread(save_source, control.run_dir, saved)
-        await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
+        async with changing:
+            _add_source(control, source, wanted, tasks)
+            saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
+            await asyncio.to_thread(save_source, control.run_dir, saved)
+            await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
         control.events.emit("tasks", source=source, split=wanted.split, num_tasks=len(tasks))
         control.changed.notify()
         ratio = control.dealer.ratios.get(source)
         return TaskSourceReply(source=source, split=wanted.split, num_tasks=len(tasks), ratio=ratio)
 
-    @router.delete("/tasks/{source}")
+    @router.delete("/tasks/{source:path}")
     async def remove_tasks(request: Request, source: str) -> RemovedSourceReply:
         keys.require_admin(request.headers)
-        control.dealer.remove(source)
-        await asyncio.to_thread(delete_source, control.run_dir, source)
-        await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
+        async with changing:
+            control.dealer.remove(source)
+            await asyncio.to_thread(delete_source, control.run_dir, source)
+            await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))
+        control.evaluations.withdraw(source)
         control.events.emit("tasks_removed", source=source)
         control.changed.notify()
         still_open = sum(g.task.source == source and g.split is Split.TRAIN for g, _ in control.book.progress())

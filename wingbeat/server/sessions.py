@@ -35,6 +35,8 @@ class SessionParts:
     policies: Mapping[str, PolicyHost]
     events: EventLog
     changed: Changed
+    is_stopping: Callable[[], bool] = lambda: False
+    """Workers that are told to end are not lost."""
 
 
 class EngineSession:
@@ -52,7 +54,7 @@ class EngineSession:
             case Tokens(chunks=chunks):
                 self._parts.engines.receive(self._link, chunks)
             case WeightsServed():
-                self._link.failure = ""
+                self._link.failures.pop(message.policy, None)
                 self._parts.engines.served(self._link, message)
                 for host in self._parts.policies.values():
                     host.release_unused()
@@ -61,13 +63,14 @@ class EngineSession:
                 self._link.stats = stats
             case Failed(policy=policy, command=command, error=error):
                 self._parts.events.emit("engine_failed", policy=policy, command=command, error=error)
-                self._link.failure = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
+                self._link.failures[policy] = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
                 self._parts.changed.notify()
             case _:
                 logger.error("engine %s sent %s, which engines do not send", self._link.worker_id, message)
 
     def closed(self) -> None:
-        self._parts.events.emit("engine_left", worker_id=self._link.worker_id)
+        if not self._parts.is_stopping():
+            self._parts.events.emit("engine_left", worker_id=self._link.worker_id)
         self._parts.engines.leave(self._link)
         self._parts.changed.notify()
 
@@ -75,9 +78,17 @@ class EngineSession:
 class TrainerSession:
     """A trainer's connection: everything goes to its policy."""
 
-    def __init__(self, host: PolicyHost, register: Register, send: Callable[[ControlMessage], None]) -> None:
+    def __init__(
+        self,
+        host: PolicyHost,
+        register: Register,
+        send: Callable[[ControlMessage], None],
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._host = host
         self._send = send
+        self._is_stopping = is_stopping
         host.trainer.joined(send, worker_id=register.worker_id)
 
     def receive(self, message: WorkerMessage) -> None:
@@ -98,4 +109,4 @@ class TrainerSession:
                 logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
 
     def closed(self) -> None:
-        self._host.trainer.left(self._send)
+        self._host.trainer.left(self._send, expected=self._is_stopping())

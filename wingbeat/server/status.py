@@ -28,9 +28,11 @@ def blockers(control: Control) -> list[str]:
         )
     if control.ledger.blocked:
         found.append(control.ledger.blocked)
-    found += [link.failure for link in control.engines.links if link.failure]
+    found += [failure for link in control.engines.links for failure in link.failures.values()]
     if not control.engines.links:
         found.append("no engine is connected")
+    if not control.complete:
+        found += control.rollouts.issuer.absent_clients()
     for host in control.policies.values():
         found += _policy_blockers(control, host)
     if control.complete:
@@ -48,12 +50,15 @@ def blockers(control: Control) -> list[str]:
 
 
 def _has_work(control: Control) -> bool:
-    """Tasks to deal out, or episodes on tasks of their clients' own that run or train."""
-    hosts = control.policies.values()
+    """Tasks to deal out, or episodes on tasks of their clients' own that run or train.
+
+    Groups that wait in a buffer and do not fill a batch are none: nothing would come of them.
+    """
+    hosts, needed = control.policies.values(), control.config.dataflow.groups_per_step
     return (
         any(control.dealer.num_tasks(split) for split in Split)
         or bool(control.registry.open_episodes() or control.book.progress())
-        or any(len(host.buffer) or host.state is TrainerState.TRAINING for host in hosts)
+        or any(len(host.buffer) >= needed or host.state is TrainerState.TRAINING for host in hosts)
     )
 
 
@@ -71,7 +76,7 @@ def _policy_blockers(control: Control, host: PolicyHost) -> list[str]:
         found.append(f"the trainer of {host.name!r} repeats logged steps after a restart")
     if host.manifest is not None and control.engines.links and control.engines.lowest_served(host.name) is None:
         found.append(f"no engine serves policy {host.name!r} yet")
-    if host.config.trainable and not host.complete:
+    if host.config.trainable and not host.complete and not control.complete:
         if host.chain.blocker:
             found.append(host.chain.blocker)
         found += _barrier_blockers(control, host)

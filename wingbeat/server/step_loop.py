@@ -126,6 +126,8 @@ class StepLoop:
                     self._held_since = None
                     self.in_step = True
                     return draft
+            elif not host.trainer.is_rolling_back:
+                self._record_drops(None)
             is_timed = self._held_since is not None or bool(host.context.ledger.blocked)
             await host.context.changed.wait(TICK_S if is_timed else None)
         return None

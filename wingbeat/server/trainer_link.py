@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
@@ -58,6 +59,8 @@ class TrainerLink:
         self.problem = ""
         """What keeps it from going on although nothing has failed for good."""
         self._send: Send | None = None
+        self._given = ""
+        """The batch that this connection was given last: never twice, whatever order its messages come in."""
         self._proposal: Proposal | None = None
         self._rollback: asyncio.Task[None] | None = None
         self._waiting: TrainerReady | None = None
@@ -78,6 +81,12 @@ class TrainerLink:
         if self._send is not None:
             self._send(message)
 
+    def give(self, batch: TrainingBatch) -> None:
+        """Have it take a step."""
+        if batch.batch_id != self._given:
+            self._given = batch.batch_id
+            self.send(TrainStep(batch=batch))
+
     def joined(self, send: Send, *, worker_id: str = "") -> None:
         """A trainer is connected; a worker that returns takes its own earlier connection over."""
         if self._send is not None:
@@ -85,21 +94,23 @@ class TrainerLink:
         self.worker_id = worker_id
         self._send = send
 
-    def left(self, send: Send | None = None) -> None:
+    def left(self, send: Send | None = None, *, expected: bool = False) -> None:
         """The trainer died; its successor is given the pending step.
 
         ``send`` names the one that left: nothing happens where a successor took over already.
+        ``expected``: it was told to end, which is no loss.
         """
         if send is not None and self._send is not send:
             return
         self._send = self._proposal = self._waiting = None
-        self.problem = ""
+        self.problem = self._given = ""
         self._host.become(TrainerState.ABSENT)
         for future in self._exports.values():
             if not future.done():
                 future.set_exception(ConnectionError(f"the trainer of {self._host.name!r} went away"))
         self._exports.clear()
-        self._emit("trainer_lost", version=self._host.version)
+        if not expected:
+            self._emit("trainer_lost", version=self._host.version)
 
     # --- catching up --------------------------------------------------------------------------
 
@@ -146,15 +157,21 @@ class TrainerLink:
                 self.send(TrainStep(batch=batch, replay=True))
 
     def step_done(self, message: StepDone) -> None:
-        """A step was taken, or repeated."""
+        """A step was taken, or repeated.
+
+        What comes unasked (a trainer says its last step again, or ends one before it says where it stands) may be
+        of the weights that it will have served next.
+        """
         host = self._host
         self.problem = ""
         pending = host.loop.pending
-        if self._proposal is None and pending is not None and message.batch_id == pending.batch_id:
+        if self._proposal is not None:
+            return
+        if pending is not None and message.batch_id == pending.batch_id:
             host.count_step(message)
-        elif self._proposal is None and host.state is TrainerState.REPLAYING and message.step == host.version:
+        elif host.state is TrainerState.REPLAYING and message.step == host.version:
             self._stands_with_us(message.manifest)
-        elif host.live_checksum != message.manifest.checksum:
+        elif host.state is TrainerState.REPLAYING and host.live_checksum != message.manifest.checksum:
             host.versions.release_unknown(message.manifest)
 
     def _stands_with_us(self, manifest: Manifest) -> None:
@@ -165,6 +182,7 @@ class TrainerLink:
             self._emit("replayed", step=host.version, exact=exact)
         if exact:
             host.adopt(manifest)
+            host.versions.sweep()
             host.become(TrainerState.READY)
         else:
             self._propose(f"its replay to step {host.version} gave other weights (inexact)")
@@ -197,6 +215,7 @@ class TrainerLink:
         if waiting is not None:
             self.ready(waiting)
         elif self._send is trainer and trainer is not None:
+            self._host.versions.sweep()
             self._host.become(TrainerState.READY)
 
     # --- other commands -----------------------------------------------------------------------
@@ -205,7 +224,8 @@ class TrainerLink:
         """A command failed at the trainer: a failed step ends training, with its reason in the status."""
         self._emit("trainer_failed", command=message.command, error=message.error)
         match message.command:
-            case "train_step" if self._proposal is None:
+            case "train_step" if self._proposal is None and self._host.state is not TrainerState.ABSENT:
+                # (before it says where it stands, it speaks of an earlier connection: it fails again if it must)
                 if self._host.state is TrainerState.REPLAYING:
                     self._propose(f"its replay failed: {message.error}")
                 else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from wingbeat.core.worker_protocol import ControlMessage, Manifest, ReleaseVersion
+from wingbeat.core.worker_protocol import ControlMessage, KeepVersions, Manifest, ReleaseVersion
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.engines import EnginePool
 
@@ -40,17 +40,27 @@ class PolicyVersions:
     def of(self, version: int, ancestry: Ancestry) -> Manifest | None:
         """The manifest of a surviving version whose file still exists.
 
-        None, too, while an evaluation pins an abandoned version of this number: engines know pins by number.
+        None, too, where its number :meth:`is_taken`.
         """
+        found = self._newest(version, ancestry)
+        return None if found is None or self._is_taken(found) else found
+
+    def is_taken(self, version: int, ancestry: Ancestry) -> bool:
+        """Whether an evaluation still pins an abandoned version of the same number: engines know pins by number."""
+        found = self._newest(version, ancestry)
+        return found is not None and self._is_taken(found)
+
+    def _is_taken(self, manifest: Manifest) -> bool:
+        pinned = self._pinned.get(manifest.version)
+        return pinned is not None and pinned.checksum != manifest.checksum
+
+    def _newest(self, version: int, ancestry: Ancestry) -> Manifest | None:
         found = [
             held
             for key, held in self._held.items()
             if key[1] == version and (held is self.live or ancestry.contains(*key))
         ]
-        pinned = self._pinned.get(version)
-        if not found or (pinned is not None and pinned.checksum != found[-1].checksum):
-            return None
-        return found[-1]
+        return found[-1] if found else None
 
     def release_unused(self) -> None:
         """Delete files of versions that nobody can ask for any more."""
@@ -67,6 +77,11 @@ class PolicyVersions:
         """Delete a file that only a replay made; one that is still known may be pinned."""
         if manifest.path not in (other.path for other in self._held.values()):
             self._release(manifest)
+
+    def sweep(self) -> None:
+        """Have the trainer delete what is not known here: a release that found no trainer, or died with a control."""
+        held = (*self._held.values(), *self._pinned.values())
+        self._send(KeepVersions(self._policy, tuple(sorted({manifest.checksum for manifest in held}))))
 
     def _release(self, manifest: Manifest) -> None:
         self._send(ReleaseVersion(self._policy, manifest.version, manifest.checksum))

@@ -67,7 +67,8 @@ class TokenFacts:
     ) -> TokenFacts:
         """The facts of all rows' trained tokens, row by row."""
         counts = [row.num_trained for row in rows]
-        advantages_N = torch.from_numpy(np.concatenate([credit.of_row(row) for row in rows]))
+        # Not every device knows float64.
+        advantages_N = torch.from_numpy(np.concatenate([credit.of_row(row) for row in rows])).to(torch.float32)
 
         def per_episode(values: Sequence[float]) -> Tensor:
             return _repeated([values[row.episode] for row in rows], counts).to(device)
@@ -75,7 +76,7 @@ class TokenFacts:
         return cls(
             sampling_logprobs_N=torch.from_numpy(np.concatenate([row.sampling_logprobs_N for row in rows])).to(device),
             versions_N=torch.from_numpy(np.concatenate([row.versions_N for row in rows])).to(device),
-            advantages_N=advantages_N.to(device, torch.float32),
+            advantages_N=advantages_N.to(device),
             weights_N=per_episode(credit.weights),
             sequences_N=torch.from_numpy(_turns(rows)).to(device),
             sft_weights_N=per_episode(credit.sft_weights) if credit.sft_weights else None,

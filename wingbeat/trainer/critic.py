@@ -149,7 +149,7 @@ class Critic:
 
     def _joined(self, values_N: Sequence[Floats], rows: Sequence[Row]) -> Tensor:
         joined = torch.from_numpy(np.concatenate([values_N[row.index] for row in rows]))
-        return joined.to(self._device, self._model.head.weight.dtype)
+        return joined.to(self._model.head.weight.dtype).to(self._device)
 
 
 def value_loss(values_N: Tensor, returns_N: Tensor, old_N: Tensor, *, clip: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -105,6 +105,15 @@ class WeightPublisher:
             paths.discard(path)
         if not paths:
             self._paths.pop(version, None)
+
+    def keep(self, checksums: Collection[str]) -> None:
+        """Delete the files of all other checksums, whoever wrote them."""
+        kept = {checksum[:_SHOWN] for checksum in checksums}
+        for version, paths in tuple(self._paths.items()):
+            for path in tuple(paths):
+                checksum = path.stem.rpartition("-")[2]
+                if checksum not in kept:
+                    self.release(version, checksum=checksum)
 
     def close(self) -> None:
         """Delete every version, and the folder if that leaves it empty.  May be called twice."""

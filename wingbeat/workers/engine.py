@@ -304,14 +304,14 @@ class EngineWorker:
         if not manifest.path:  # a frozen policy: the folder's own weights
             return
         tensors = load(manifest, host_id=self._host_id)
-        hosted.lineage = manifest.lineage
         if manifest.adapter is None:
             hosted.engine.update_weights(tensors, policy_version=manifest.version)
-            return
-        if hosted.merger is None:
-            hosted.merger = AdapterMerger(hosted.model, adapter=manifest.adapter)
-        merged = hosted.merger.merge(tensors)
-        hosted.engine.update_weights(merged, policy_version=manifest.version, partial=True)
+        else:
+            if hosted.merger is None:
+                hosted.merger = AdapterMerger(hosted.model, adapter=manifest.adapter)
+            merged = hosted.merger.merge(tensors)
+            hosted.engine.update_weights(merged, policy_version=manifest.version, partial=True)
+        hosted.lineage = manifest.lineage
 
     def _guard(self, policy: str, command: str, action: Callable[[], None]) -> None:
         """Run a command; its failure is reported and leaves what was served before in place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from wingbeat.core.worker_protocol import (
     Exported,
     Failed,
     Heartbeat,
+    KeepVersions,
     Manifest,
     PolicySpec,
     ReleaseVersion,
@@ -50,6 +52,9 @@ VERSIONS_HELD = 3
 """Live, being published, and pinned for an evaluation: what must fit into shared memory at once."""
 PUBLISH_RETRY_S = 1.0
 """Between attempts to publish into a full folder."""
+FAILURES = (WingbeatError, OSError, SafetensorError, RuntimeError, ValueError)
+"""What a command may raise without ending the process."""
+MAKES_ROOM = ReleaseVersion | KeepVersions
 
 
 @dataclass(slots=True)
@@ -65,8 +70,8 @@ class Hosted:
     """Of the weights: that of the last step, or one that has only begun."""
     base_lineage: int = 0
     """The lineage before it, where it has only begun."""
-    has_failed: bool = False
-    """The last step failed, so the weights may be half a step further than they are called."""
+    failure: str = ""
+    """Why the last step failed, if it did: the weights may be half a step further than they are called."""
     last_done: StepDone | None = None
     """Said again after a reconnection: control may not have lived to hear it."""
 
@@ -81,8 +86,8 @@ class TrainerWorker:
         self._hosted: Hosted | None = None
         self._welcome: Welcome | None = None
         self._receive: Callable[..., list[Inbound]] = lambda **how: []
-        self._deferred: list[Inbound] = []
-        """Came while weights could not be published; handled after that."""
+        self._inbox: deque[Inbound] = deque()
+        """Came, and is not handled yet."""
         self._busy_s = 0.0
         self._stopped = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -92,6 +97,7 @@ class TrainerWorker:
             SaveCheckpoint: self._on_save,
             Export: self._on_export,
             ReleaseVersion: self._on_release,
+            KeepVersions: self._on_keep,
             BeginLineage: self._on_begin_lineage,
             Shutdown: self._on_shutdown,
         }
@@ -101,14 +107,25 @@ class TrainerWorker:
         self._receive = receive
         try:
             while not self._stopped:
-                deferred, self._deferred = self._deferred, []
-                for message in [*deferred, *receive(block=not deferred)]:
-                    started = time.perf_counter()
-                    self._handlers[type(message)](message)
-                    self._busy_s += time.perf_counter() - started
+                self._inbox.extend(receive(block=not self._inbox))
+                self._make_room()
+                if not self._inbox:
+                    continue
+                message = self._inbox.popleft()
+                started = time.perf_counter()
+                self._handlers[type(message)](message)
+                self._busy_s += time.perf_counter() - started
         finally:
             if self._hosted is not None:
                 self._hosted.publisher.close()
+
+    def _make_room(self) -> None:
+        """Versions are released before all else that waits: many steps may be queued (a replay), each with a file."""
+        waiting = tuple(self._inbox)
+        for message in waiting if self._hosted is not None else ():
+            if isinstance(message, MAKES_ROOM):
+                self._inbox.remove(message)
+                self._handlers[type(message)](message)
 
     def heartbeat(self) -> Heartbeat:
         """Called on the I/O thread; only reads."""
@@ -154,12 +171,16 @@ class TrainerWorker:
         batch = message.batch
 
         def step() -> None:
-            if hosted.has_failed:
-                raise UnavailableError(f"step {batch.step} is not taken: a step before it failed")
+            if hosted.failure:
+                raise UnavailableError(f"step {batch.step} is not taken: a step before it failed: {hosted.failure}")
             started = time.time()
-            hosted.has_failed = True  # unless it succeeds
-            result = hosted.trainer.train_step(batch)
-            hosted.has_failed = False
+            hosted.failure = "it did not end"
+            try:
+                result = hosted.trainer.train_step(batch)
+            except FAILURES as error:
+                hosted.failure = f"{type(error).__name__}: {error}"
+                raise
+            hosted.failure = ""
             hosted.lineage = hosted.base_lineage = batch.lineage
             hosted.manifest = self._publish_when_there_is_room(hosted)
             hosted.last_done = StepDone(
@@ -190,11 +211,9 @@ class TrainerWorker:
                 if not is_told:
                     self._send(Failed(policy=hosted.spec.name, command="publish_weights", error=str(error)))
                 is_told = True
-            for message in self._receive(block=False):
-                if isinstance(message, ReleaseVersion | Shutdown):
-                    self._handlers[type(message)](message)
-                else:
-                    self._deferred.append(message)
+            self._inbox.extend(self._receive(block=False))
+            self._make_room()
+            self._stopped = any(isinstance(message, Shutdown) for message in self._inbox)
             if self._stopped:
                 raise UnavailableError("told to end before there was room for the weights")
             self._sleep(PUBLISH_RETRY_S)
@@ -203,7 +222,7 @@ class TrainerWorker:
         hosted = self._require()
 
         def begin() -> None:
-            if hosted.has_failed:
+            if hosted.failure:
                 self._reload(hosted)
             hosted.base_lineage, hosted.lineage = hosted.lineage, message.lineage
             hosted.manifest = msgspec.structs.replace(hosted.manifest, lineage=message.lineage)
@@ -218,14 +237,14 @@ class TrainerWorker:
         report = hosted.checkpoints.load_latest(hosted.trainer)
         if report.step is None:
             hosted.trainer = build_trainer(self._welcome)
-        hosted.lineage, hosted.has_failed = report.lineage, False
+        hosted.lineage, hosted.failure = report.lineage, ""
         hosted.manifest = self._publish_when_there_is_room(hosted)
 
     def _on_save(self, message: SaveCheckpoint) -> None:
         hosted = self._require()
 
         def save() -> None:
-            if hosted.has_failed:
+            if hosted.failure:
                 raise UnavailableError("the last step failed: there is nothing whole to save")
             path = hosted.checkpoints.save(hosted.trainer, lineage=hosted.lineage)
             self._send(
@@ -249,7 +268,16 @@ class TrainerWorker:
         self._guard("export", export)
 
     def _on_release(self, message: ReleaseVersion) -> None:
-        self._require().publisher.release(message.version, checksum=message.checksum)
+        """Never of what is held now: it may be served again, though nobody needed it when the message was sent."""
+        hosted = self._require()
+        held = hosted.manifest
+        is_held = message.version == held.version == hosted.trainer.step and message.checksum in ("", held.checksum)
+        if not is_held:
+            hosted.publisher.release(message.version, checksum=message.checksum)
+
+    def _on_keep(self, message: KeepVersions) -> None:
+        hosted = self._require()
+        hosted.publisher.keep({*message.checksums, hosted.manifest.checksum})
 
     def _on_shutdown(self, message: Shutdown) -> None:
         self._stopped = True
@@ -262,7 +290,7 @@ class TrainerWorker:
         """Run a command; a failure is reported by name, and the process goes on."""
         try:
             action()
-        except (WingbeatError, OSError, SafetensorError, RuntimeError, ValueError) as error:
+        except FAILURES as error:
             logger.exception("%s failed", command)
             self._send(
                 Failed(policy=self._require().spec.name, command=command, error=f"{type(error).__name__}: {error}")

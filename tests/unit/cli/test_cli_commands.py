@@ -16,9 +16,11 @@ from wingbeat import __version__
 from wingbeat.cli.init import scaffold
 from wingbeat.cli.main import app
 from wingbeat.cli.program import program
-from wingbeat.client import load_agent
+from wingbeat.client import Swarm, load_agent
 from wingbeat.core.config import Config, load_config
 from wingbeat.core.errors import SetupError
+from wingbeat.core.protocol import EvaluationReply, ScoreReply
+from wingbeat.dataflow.evaluation import EvaluationResult, EvaluationSpec, SourceScore
 from wingbeat.deploy.training import TrainingResult
 from wingbeat.environments import load_tasks_file
 from wingbeat.environments.calculator import DEMO_PRESET
@@ -203,6 +205,31 @@ def test_init_makes_a_project_that_loads(cli: CliRunner, tmp_path: Path) -> None
     assert cli.invoke(app, ["train", str(project / "config.toml"), "--dry-run"]).exit_code == 0
 
 
+@pytest.mark.parametrize("algorithm", ["gspo", "sapo", "m2po", "cispo"])
+def test_a_new_project_sets_nothing_that_is_of_one_algorithm(cli: CliRunner, tmp_path: Path, algorithm: str) -> None:
+    project = tmp_path / "p"
+    cli.invoke(app, ["init", str(project)])
+    changed = f"--policies.solver.trainer.algorithm={algorithm}"
+    done = cli.invoke(app, ["train", str(project / "config.toml"), changed, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    trainer = load_config(project / "config.toml").policies["solver"].trainer
+    defaults = type(trainer)()
+    assert all(getattr(trainer, key) != getattr(defaults, key) for key in trainer.model_fields_set)
+
+
+def test_training_without_a_policy_that_trains_is_refused(cli: CliRunner, config: Path) -> None:
+    done = cli.invoke(app, ["train", str(config), "--policies.solver.trainable=false", "--dry-run"])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "no policy trains" in done.stderr
+    assert cli.invoke(app, ["serve", str(config), "--policies.solver.trainable=false", "--dry-run"]).exit_code == 0
+
+
+def test_a_dry_run_looks_for_the_agent(cli: CliRunner, config: Path) -> None:
+    done = cli.invoke(app, ["train", str(config), "--agent.path=none.py", "--dry-run"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "agent.path: no file" in done.stderr
+
+
 def test_init_never_overwrites(cli: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     done = cli.invoke(app, ["init", str(tmp_path)])
@@ -253,3 +280,25 @@ def test_commands_load_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_results_show_names_that_look_like_markup(
+    cli: CliRunner, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {"[/b]": SourceScore(0.5, None, 1), "[red]": SourceScore(0.25, None, 1)}
+    spec = EvaluationSpec("before-solver-0-1", "solver", 0, name="before")
+    done = EvaluationResult(spec, True, 2, 2, {}, 0.375, None, {}, sources=scores)
+    result = TrainingResult(config.parent / "[x]", complete=True, summary={}, evaluations=(done,), wall_s=1.0)
+    monkeypatch.setattr("wingbeat.deploy.training.run_plan", lambda plan: result)
+    said = cli.invoke(app, ["train", str(config)]).stdout
+    assert "[/b]" in said and "[red]" in said and f"{config.parent}/[x]/export/solver" in said
+
+
+def test_an_evaluation_shows_names_that_look_like_markup(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {name: ScoreReply(mean_reward=0.5, stderr=None, num_tasks=1) for name in ("[/b]", "[red]")}
+    reply = EvaluationReply(
+        evaluation_id="e", policy="p", version=0, state="done", num_expected=2, num_finished=2, sources=sources
+    )
+    monkeypatch.setattr(Swarm, "evaluate", lambda *args, **more: reply)
+    result = cli.invoke(app, ["eval"])
+    assert result.exit_code == 0 and "[/b]" in result.output and "[red]" in result.output

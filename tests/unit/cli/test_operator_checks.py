@@ -26,7 +26,8 @@ MINE = """
 from wingbeat.dataflow.operators import Operator, OperatorOptions
 
 class Mine(Operator[OperatorOptions]):
-    pass
+    def observe(self, group):
+        pass
 """
 
 

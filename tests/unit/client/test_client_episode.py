@@ -289,8 +289,8 @@ async def test_put_tasks(server: Any) -> None:
         with pytest.raises(RequestError):
             await swarm.put_tasks("arithmetic", [])
         assert (await swarm.put_tasks("arithmetic", [TASK], ratio=0.25)).ratio == 0.25
-        with pytest.raises(RequestError, match="ratio"):
-            await swarm.put_tasks("arithmetic", [TASK], ratio=1.5)
+        with pytest.raises(RequestError, match=r"ratio: expected a ratio above 0 and below 1 \(got 2\)"):
+            await swarm.put_tasks("arithmetic", [TASK], ratio=2)
         removed = await swarm.remove_tasks("a b/c?d")
         assert (removed.source, removed.num_open_groups) == ("a b/c?d", 2)
         assert (await swarm.set_mixing({"arithmetic": 1.0})).ratios == {"arithmetic": 1.0}

@@ -138,9 +138,10 @@ def test_dynamic_sampling_does_not_count_zero_variance(make):
 def test_dynamic_sampling_sees_what_staleness_left(make):
     group = make.ready("a", rewards=(1.0, 1.0, 0.0), floor=3)
     odd_one = make.samples("a-2", group_id="a", reward=0.0, versions=(0,))
-    buffer = new_buffer(groups_per_step=1, dynamic_sampling=True, straggler="drop")
+    buffer = new_buffer(groups_per_step=2, dynamic_sampling=True, straggler="drop")
     buffer.add(replace(group, floor_version=0, members=(*group.members[:2], odd_one)))
-    assert buffer.take(3) is None
+    buffer.add(make.ready("b", floor=3))
+    assert buffer.take(3) is None and len(buffer) == 1  # what is left of the first one does not count any more
     assert [d.reason for d in buffer.drain_dropped()] == ["stale", "zero_variance", "zero_variance"]
 
 

@@ -275,6 +275,7 @@ def test_ratios_change_while_the_run_goes_on_and_outlast_a_restart():
         ({"a": 0.5, "b": 0.4, "c": 0.2}, "sum to 1, got a = 0.5, b = 0.4, c = 0.2, which sums to 1.1"),
         ({"a": 1.5, "b": -0.5, "c": 0.0}, "0 or more"),
         ({"a": float("nan"), "b": 0.5, "c": 0.5}, "0 or more"),
+        ({"a": 1e-310, "b": 0.5, "c": 0.5}, "the share of 'a' is 1e-310; expected 1e-06 or more, or 0"),
     ],
 )
 def test_ratios_that_are_no_shares_are_refused(ratios, message):
@@ -288,6 +289,9 @@ def test_a_source_joins_with_a_ratio_and_the_others_shrink():
     dealer = new_mix()
     with pytest.raises(RequestError, match="leave nothing for source 'd': send its `ratio` along"):
         dealer.join("d", None)
+    for ratio in (1e-310, 1 - 1e-12, 1.0, 0.0):
+        with pytest.raises(RequestError, match=r"expected 1e-06 to 0\.999999"):
+            dealer.join("d", ratio)
     dealer.join("d", 0.2)
     add(dealer, d=5)
     assert dealer.ratios == pytest.approx({"a": 0.4, "b": 0.24, "c": 0.16, "d": 0.2})
@@ -354,6 +358,133 @@ def test_a_skipped_task_costs_its_source_nothing():
     assert dealt == {"a": 100, "b": 60, "c": 40}
 
 
+def test_a_source_that_joins_does_not_make_up_for_what_others_lack():
+    by_ratio = add(TaskDealer(0, ratios={"absent": 0.05, "b": 0.95}, slack=8), absent=10, b=1000)
+    deal(by_ratio, 500, ("b",))
+    assert by_ratio.places()["absent"].ahead == pytest.approx(-8)
+    by_ratio.join("new", 0.5)
+    add(by_ratio, new=10)
+    assert by_ratio.places()["new"].ahead == pytest.approx(0)
+    assert 49 <= counts(deal(by_ratio, 100))["new"] <= 51
+    by_size = add(TaskDealer(0, slack=8), absent=10, b=1000)
+    deal(by_size, 2000, ("b",))
+    add(by_size, new=10_000)
+    assert counts(deal(by_size, 1100, ("b", "new")))["b"] > 90
+
+
+def test_a_share_of_0_stays_0_when_the_source_with_all_of_it_goes():
+    dealer = add(TaskDealer(0, epochs=2), a=5, extra=5)
+    dealer.set_ratios({"a": 0, "extra": 1})
+    assert not dealer.has_no_share
+    dealer.remove("extra")
+    assert dealer.ratios == {"a": 0} and dealer.next_task() is None
+    assert dealer.has_no_share and not dealer.is_exhausted
+    resumed = add(TaskDealer(0, epochs=2), a=5)
+    resumed.load_state_dict(dealer.state_dict())
+    assert resumed.has_no_share
+    resumed.join("d", 0.2)
+    add(resumed, d=5)
+    assert resumed.ratios == {"a": 0, "d": 1} and not resumed.has_no_share
+    dealer.set_ratios({"a": 1})
+    assert counts(deal(dealer, 4)) == {"a": 4}
+    dealer.remove("a")
+    assert dealer.ratios == {} and not dealer.has_no_share
+
+
+@pytest.mark.parametrize("order", ["bc", "cb"])
+def test_removed_sources_of_the_configuration_come_back_to_their_shares_in_any_order(order):
+    dealer = new_mix()
+    dealer.remove("b")
+    dealer.remove("c")
+    for source in order:
+        dealer.join(source, None)
+        add(dealer, **{source: SIZES[source]})
+    assert dealer.ratios == pytest.approx(RATIOS)
+    for source in RATIOS:
+        dealer.remove(source)
+    assert dealer.ratios == {}
+    for source in RATIOS:
+        dealer.join(source, None)
+        add(dealer, **{source: SIZES[source]})
+    assert dealer.ratios == pytest.approx(RATIOS), "not by size, since nobody asked for that"
+
+
+def test_a_source_comes_back_beside_others_than_the_configured():
+    dealer = add(TaskDealer(0, ratios={"a": 1.0}), a=5)
+    dealer.join("d", 0.2)
+    add(dealer, d=5)
+    dealer.remove("a")
+    dealer.join("a", None)
+    assert dealer.ratios == {"d": 0.5, "a": 0.5}, "all of it for a would leave d nothing"
+    mixed = new_mix()
+    mixed.set_ratios({"a": 0.1, "b": 0.1, "c": 0.8})
+    mixed.remove("b")
+    mixed.join("b", None)
+    assert mixed.ratios == pytest.approx({"a": 0.7 / 9, "c": 5.6 / 9, "b": 0.3})
+
+
+def test_who_chose_to_mix_by_size_keeps_it_when_a_configured_source_comes_back():
+    dealer = new_mix()
+    dealer.set_ratios({})
+    dealer.remove("b")
+    dealer.join("b", None)
+    assert dealer.ratios == {}
+
+
+names = st.sampled_from("abcd")
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("deal"), st.sets(names, min_size=1).map(tuple), st.booleans()),
+        st.tuples(st.just("join"), names, st.floats(0.05, 0.6)),
+        st.tuples(st.just("remove"), names),
+        st.tuples(st.just("replace"), names, st.integers(1, 30)),
+        st.tuples(st.just("mix"), st.lists(st.integers(1, 9), min_size=4, max_size=4)),
+        st.tuples(st.just("restart")),
+    ),
+    max_size=60,
+)
+
+
+@given(operations)
+def test_shares_hold_from_wherever_a_run_has_got_to(steps):
+    """Clients of some sources, groups that do not count, and a mix that changes all the time, restarts among it."""
+    sizes = {"a": 9, "b": 5, "c": 2}
+    dealer = add(TaskDealer(0, ratios=RATIOS, slack=6), **sizes)
+    for step in steps:
+        match step:
+            case ("deal", asked, counts_):
+                for _ in range(5):
+                    if (task := dealer.next_task(asked)) is not None:
+                        (dealer.counted if counts_ else dealer.refund)(task.source)
+            case ("join", name, ratio) if name not in sizes and sizes:
+                dealer.join(name, ratio)
+                sizes[name] = 4
+                add(dealer, **{name: 4})
+                assert dealer.places()[name].ahead == pytest.approx(0, abs=1e-6)
+            case ("remove", name) if name in sizes and len(sizes) > 1:
+                del sizes[name]
+                dealer.remove(name)
+            case ("replace", name, size) if name in sizes:
+                sizes[name] = size
+                add(dealer, **{name: size})
+            case ("mix", parts):
+                chosen = dict(zip(sorted(sizes), parts, strict=False))
+                dealer.set_ratios({name: part / sum(chosen.values()) for name, part in chosen.items()})
+            case ("restart",):
+                state = msgspec.json.decode(msgspec.json.encode(dealer.state_dict()))
+                dealer = add(TaskDealer(0, ratios=RATIOS, slack=6), **sizes)
+                dealer.load_state_dict(state)
+                assert dealer.state_dict() == state
+            case _:
+                pass
+        assert sum(dealer.ratios.values()) == pytest.approx(1) and set(dealer.ratios) == set(sizes)
+    before, total = dealer.places(), 400
+    got = counts(deal(dealer, total))
+    assert got.total() == total, "with clients of all sources nobody ever waits"
+    for name, place in before.items():
+        assert abs(got[name] + place.ahead - dealer.ratios[name] * total) <= len(sizes)
+
+
 # --- epochs ------------------------------------------------------------------------------------
 
 
@@ -382,3 +513,18 @@ def test_an_exhausted_source_with_new_tasks_begins_its_epochs_anew_without_catch
     dealer.add_source("a", Split.TRAIN, tasks("a", 50))
     assert counts(deal(dealer, 30))["a"] <= 11
     assert not dealer.places()["a"].is_exhausted
+
+
+def test_another_epoch_does_not_begin_with_what_an_exhausted_source_missed():
+    shares = {"a": 0.5, "b": 0.5}
+    dealer = add(TaskDealer(0, ratios=shares, epochs=1), a=100, b=1000)
+    assert len(deal(dealer, 2000)) == 1100
+    resumed = add(TaskDealer(0, ratios=shares, epochs=2), a=100, b=1000)
+    resumed.load_state_dict(dealer.state_dict())
+    assert 49 <= counts(deal(resumed, 100))["a"] <= 51
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\nb", "x" * 201, "\ud800"])
+def test_names_that_cannot_stand_in_a_path_are_refused(name):
+    with pytest.raises(RequestError, match="expected a name of 1 to 200 printable characters"):
+        TaskDealer(0).add_source(name, Split.TRAIN, tasks(name, 1))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from wingbeat.core.types import Outcome, Split, Task
-from wingbeat.dataflow.evaluation import Evaluation, EvaluationSpec
+from wingbeat.dataflow.evaluation import Evaluation, EvaluationSpec, paired_difference
 
 SPEC = EvaluationSpec("e1", "solver", 4, samples_per_task=2, team=("judge",))
 TASKS = [Task("src", "t0"), Task("src", "t1")]
@@ -84,3 +84,31 @@ def test_foreign_groups_and_empty_evaluations_are_refused(open_book, make):
         Evaluation(SPEC, [])
     with pytest.raises(ValueError, match="come once"):
         Evaluation(SPEC, [TASKS[0], TASKS[0]])
+
+
+def test_sources_with_slashes_and_ids_with_slashes_are_told_apart(open_book, make):
+    evaluation = Evaluation(EvaluationSpec("e", "solver", 0), [Task("a", "b/x"), Task("a/b", "x")])
+    run(evaluation, open_book(), make, {"b/x": (1.0,), "x": (0.0,)})
+    assert evaluation.result().rewards == {"a/b/x": (1.0,), "a%2Fb/x": (0.0,)}
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_pairs_are_found_although_a_source_came_or_went(open_book, make, is_before):
+    rewards = {"t0": (0.25,), "t1": (0.5,), "more": (1.0,)}
+    alone = Evaluation(EvaluationSpec("e", "solver", 0), TASKS)
+    beside = Evaluation(EvaluationSpec("f", "solver", 0), [*TASKS, Task("new", "more"), Task("new", "t0")])
+    run(alone, open_book(), make, rewards)
+    run(beside, open_book(), make, {**rewards, "t0": (0.75,)})
+    pair = (alone.result(), beside.result())
+    found = paired_difference(*(pair if is_before else pair[::-1]))
+    assert found is not None and found.num_tasks == 2
+    assert found.mean == (0.25 if is_before else -0.25)
+
+
+def test_what_was_not_handed_out_of_a_removed_source_is_missing(open_book, make):
+    evaluation = Evaluation(EvaluationSpec("e", "solver", 0, samples_per_task=2), [*TASKS, Task("other", "x")])
+    first = evaluation.next_group()
+    evaluation.withdraw("src")
+    evaluation.withdraw("src")
+    assert dict(evaluation.result().missing) == {"source src was removed": 2} and first.task.id == "t0"
+    assert evaluation.next_group().task.source == "other" and not evaluation.done

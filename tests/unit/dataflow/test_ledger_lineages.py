@@ -129,6 +129,8 @@ def test_versions_count_as_the_last_common_one():
     assert [ancestry.ceiling(lineage=lineage) for lineage in range(4)] == [3, 3, 3, None]
     assert ancestry.contains(0, 3) and ancestry.contains(1, 2) and ancestry.contains(3, 8)
     assert not ancestry.contains(0, 4) and not ancestry.contains(1, 5) and not ancestry.contains(9, 1)
+    resumed = Ancestry.of([Lineage("p", 1, 0, 4, ""), Lineage("p", 2, 0, 8, "")])  # from a checkpoint of lineage 0
+    assert [resumed.effective(6, lineage=x) for x in (0, 1, 2)] == [6, 4, 6]
     assert Ancestry().effective(7, lineage=0) == 7 and Ancestry().contains(0, 7)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.core.errors import ConflictError, UnavailableError
+from wingbeat.core.errors import ConflictError, SetupError, UnavailableError
+from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_captures import Captures
+from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.ledger_writer import CommitThread
 
 
@@ -186,3 +190,23 @@ except sqlite3.Error as error:
     command = [sys.executable, "-c", code, str(tmp_path / "limited.sqlite")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "SQLITE_IOERR_WRITE"], done.stdout
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "quota")])
+def test_a_disk_without_room_for_what_lies_beside_the_ledger_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def refuse(captures: Captures) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Captures, "prepare", refuse)
+        with pytest.raises(SetupError, match=r"cannot be written: .*; make room on its disk"):
+            Ledger.open(tmp_path / "ledger.sqlite", run=RunMeta("r", seed=1))
+    Ledger.open(tmp_path / "ledger.sqlite", run=RunMeta("r", seed=1)).close()  # nobody holds its lock
+
+
+def test_a_lock_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite.lock").mkdir()
+    with pytest.raises(SetupError, match=r"cannot be written: .*Is a directory"):
+        Ledger.open(tmp_path / "ledger.sqlite", run=RunMeta("r", seed=1))

@@ -24,8 +24,10 @@ Chain = Callable[..., OperatorChain]
 
 def configure(*operators: Mapping[str, Any], **dataflow: Any) -> Config:
     settings = {"group_size": 2, "groups_per_step": 4, "max_staleness": 2, **dataflow}
+    algorithm = "reinforce" if settings["group_size"] == 1 else "grpo"
+    solver = {"model": "m", "trainer": {"algorithm": algorithm}}
     return Config.model_validate(
-        {"policies": {"solver": {"model": "m"}}, "dataflow": {**settings, "operators": list(operators)}}
+        {"policies": {"solver": solver}, "dataflow": {**settings, "operators": list(operators)}}
     )
 
 
@@ -352,7 +354,8 @@ def test_scores_count_successes_where_a_bar_is_set() -> None:
 
 
 def test_greso_probabilities_by_hand() -> None:
-    chain = chain_of({"use": "greso", "p_easy": 0.5, "p_hard": 0.8, "step": 0.1, "floor": 0.2})
+    options = {"p_easy": 0.5, "p_hard": 0.8, "target_easy": 0.25, "step": 0.1, "floor": 0.2}
+    chain = chain_of({"use": "greso", **options})
     operator = chain._links[0].operator  # pyright: ignore[reportPrivateUsage]
     assert isinstance(operator, Greso)
     assert operator.probability(1, "easy") == 0.5
@@ -361,7 +364,7 @@ def test_greso_probabilities_by_hand() -> None:
     for group, rewards in enumerate(((1.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))):
         closed(chain, f"t{group}", *rewards)
     chain.on_version(1)
-    # easy: 1 of 4 is at or above 1/12, so p falls; hard: 0 of 4 is below 1/6, so p rises
+    # easy: 1 of 4 is at its target, so p falls; hard: 0 of 4 is below 1/6, so p rises
     assert operator.p == pytest.approx({"easy": 0.4, "hard": 0.9})
     chain.on_version(2)  # nothing closed since
     assert operator.p == pytest.approx({"easy": 0.4, "hard": 0.9})

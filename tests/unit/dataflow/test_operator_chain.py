@@ -19,6 +19,7 @@ from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.core.types import Task
 from wingbeat.dataflow.buffer import BatchDraft
 from wingbeat.dataflow.operators import (
+    MAX_REFUSALS,
     BatchView,
     ChainOutcome,
     Decision,
@@ -289,11 +290,12 @@ WRONG: dict[str, tuple[Callable[[GroupView], Any], str]] = {
     "raises": (fail, "RuntimeError: boom"),
     "raises after a decision": (raise_late, "RuntimeError: boom"),
     "decides twice": (twice, "two decisions about episode g-0 attempt 1"),
+    "shapes twice": (lambda g: [g.episodes[0].shape(1.0)] * 2, "two decisions about episode g-0 attempt 1"),
     "invents an episode": (invent, "episode stranger attempt 1, which is no episode of group g"),
     "another attempt": (lambda g: [Drop(EpisodeKey("g-0", 2), "a")], "episode g-0 attempt 2, which is no"),
     "unknown agent": (lambda g: [g.episodes[0].shape({"nobody": 1.0})], "has no agent 'nobody'"),
-    "not a number": (lambda g: [g.episodes[0].shape(float("nan"))], "expected a finite number"),
-    "text for a number": (lambda g: [Shape(g.episodes[0].key, {"": "1"})], "expected a finite number"),  # pyright: ignore[reportArgumentType]
+    "not a number": (lambda g: [g.episodes[0].shape(float("nan"))], "the reward of 'solver', got nan"),
+    "text for a number": (lambda g: [Shape(g.episodes[0].key, {"": "1"})], "the reward of 'solver', got '1'"),  # pyright: ignore[reportArgumentType]
     "not finite together": (lambda g: [g.episodes[0].shape(1e308), g.episodes[1].shape(1e308)], "not a finite number"),
     "no reason": (lambda g: [g.episodes[0].drop("")], "expected a reason"),
     "episodes for decisions": (lambda g: g.episodes, "expected episode.drop"),
@@ -386,6 +388,7 @@ def test_a_repaired_operator_goes_on_from_its_last_good_state() -> None:
         return fail() if counted["n"] == 3 else []
 
     made = watched(Scripted(group=count, state=lambda: dict(counted)))
+    state: dict[str, Any] = {}
     for index in range(4):
         made.chain.on_group(group_of(f"g{index}", (0.0, 1.0)))
         state = made.chain.state_dict()
@@ -427,11 +430,25 @@ def test_versions_that_a_restart_missed_are_told_once_and_in_order() -> None:
 
 
 def test_people_are_told_when_operators_leave_nothing() -> None:
-    made = watched(Scripted(group=lambda group: [episode.drop("no") for episode in group.episodes]))
+    made = watched(Scripted(group=lambda g: [e.drop("no") for e in g.episodes] if g.size == 2 else []))
     for index in range(5):
         assert made.chain.blocker == ""
         made.chain.on_group(group_of(f"g{index}", (0.0, 1.0)))
     assert "the last 5 groups of 'solver' (op0:no)" in made.chain.blocker
+    counted = made.chain.metrics()
+    assert (counted["operator/op0/dropped"], counted["operator/op0/dropped_tokens"]) == (10, 20)
+    made.chain.on_group(group_of("h", (0.0, 1.0, 2.0)))
+    assert made.chain.blocker == ""
+
+
+def test_no_curriculum_starves_the_run_not_even_over_a_restart() -> None:
+    made = watched(Scripted(issue=lambda task: False))
+    told = [made.chain.should_issue(Task("src", "t")) for _ in range(100)]
+    restored = watched(Scripted(issue=lambda task: False))
+    restored.chain.load_state_dict(made.chain.state_dict())
+    told += [restored.chain.should_issue(Task("src", "t")) for _ in range(500)]
+    assert [index for index, issued in enumerate(told) if issued] == [MAX_REFUSALS, 2 * MAX_REFUSALS + 1]
+    assert restored.chain.metrics()["operator/op0/refused"] == 598
 
 
 def test_later_operators_see_what_earlier_ones_did() -> None:
@@ -502,6 +519,24 @@ def test_replay_adds_whole_young_groups_least_used_then_newest() -> None:
     )
     assert batches[1].group_ids == ("a1", "b1")
     assert chain.metrics()["operator/replay/replayed"] == 8.0
+
+
+def test_two_replays_never_add_one_group_to_one_batch() -> None:
+    chain = make_chain([{"use": "replay", "ratio": 1.0, "max_uses": 9}] * 2)
+    for version in range(4):
+        composed = chain.compose(draft_of(group_of(f"g{version}", (0.0, 1.0), version=version)), version=version)
+        keys = [m.episode_id for m in composed.episodes]
+        assert len(set(keys)) == len(keys)
+        assert len(set(composed.replayed)) == len(composed.replayed) <= 4
+
+
+def test_what_is_offered_for_a_batch_is_within_the_staleness_bound() -> None:
+    offered: list[list[int]] = []
+    made = watched(Scripted(compose=lambda batch: offered.append([past.staleness for past in batch.past]) or ()))
+    assert CONTEXT.max_staleness == 2
+    for version in range(5):
+        made.chain.compose(draft_of(group_of(f"g{version}", (0.0, 1.0), version=version)), version=version)
+    assert offered == [[], [1], [2, 1], [2, 1], [2, 1]]
 
 
 def test_replay_takes_shaping_along_and_no_attempt_twice() -> None:

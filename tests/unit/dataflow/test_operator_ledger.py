@@ -109,3 +109,43 @@ def test_restarts_change_nothing(open_ledger: Callable[[], Ledger], make: Any, t
     for more in ("-wal", "-shm"):
         (tmp_path / f"ledger.sqlite{more}").unlink(missing_ok=True)
     assert run(open_ledger, make, restarts=False) == interrupted
+
+
+def test_a_rollback_gives_back_what_was_new_in_the_lost_batches_and_nothing_that_they_repeated(
+    open_ledger: Callable[[], Ledger], make: Any
+) -> None:
+    ledger, chain = open_ledger(), make_chain({"use": "replay", "ratio": 1.0, "max_uses": 9})
+    buffer = make_buffer(chain)
+    for version in range(4):
+        for part in "ab":
+            play_group(ledger, chain, f"{part}{version}", version=version, make=make)
+        for group in ledger.unconsumed("solver"):
+            buffer.add(group)
+        draft = buffer.take(version)
+        assert draft is not None
+        step(ledger, draft, version=version)
+        chain.on_version(version + 1)
+    lost = ledger.batches_after("solver", 2)
+    assert {key[0][:2] for batch in lost for key in batch.replayed} == {"a1", "b1", "a2", "b2"}
+    ledger.begin_lineage("solver", base_lineage=0, base_step=2, reason="lost").result()
+    waiting = ledger.unconsumed("solver")
+    assert {group.group_id for group in waiting} == {"a2", "b2", "a3", "b3"}  # of 1 only repeats are lost
+    chain.recall(ledger.batches_after("solver", 2 - STALENESS))
+    chain.on_version(2)
+    buffer.clear()
+    for group in waiting:
+        buffer.add(group)
+    for version in (2, 3):
+        draft = buffer.take(version)
+        assert draft is not None
+        fresh = {m.episode_id[:2] for m in draft.episodes if (m.episode_id, m.attempt) not in draft.replayed}
+        assert fresh == {f"a{version}", f"b{version}"}
+        assert {episode_id[:2] for episode_id, _ in draft.replayed} == {f"a{version - 1}", f"b{version - 1}"}
+        batch = TrainingBatch(
+            f"solver-1.{version + 1}", "solver", version + 1, draft.episodes, seed=0, lineage=1, replayed=draft.replayed
+        )
+        ledger.log_batch(batch, group_ids=draft.group_ids, dropped=draft.dropped)
+        ledger.mark_trained("solver", step=version + 1, metrics={}, advantages={}).result()
+        chain.on_version(version + 1)
+    assert ledger.verify() == []
+    assert {c.state: c.num_attempts for c in ledger.summary().samples if c.num_attempts} == {"trained": 16}

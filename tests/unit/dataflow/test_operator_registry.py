@@ -41,6 +41,19 @@ class Plain(Operator[OperatorOptions]):
         if context.group_size > 8:
             raise ValueError("it is for small groups")
 
+    def observe(self, group):
+        pass
+
+
+class Misspelt(Operator[OperatorOptions]):
+    def on_episodes(self, episode, group):
+        return episode.drop("never")
+
+
+class Idle(Operator[OperatorOptions]):
+    def metrics(self):
+        return {}
+
 
 SOMETHING = 3
 """
@@ -84,9 +97,11 @@ def folder(tmp_path: Path) -> Path:
         ({"use": "greso", "policies": []}, "leave it out for all that train"),
         ({"use": "nothing_here:Thing"}, "cannot import 'nothing_here'"),
         ({"use": "json:JSONDecoder"}, "must be a class that extends wingbeat.dataflow.operators.Operator"),
-        ({"use": "mine.py:Brevty", "most": 1}, r"no class 'Brevty'; did you mean 'Brevity'\? it has Brevity, Plain"),
+        ({"use": "mine.py:Brevty", "most": 1}, r"no class 'Brevty'; did you mean 'Brevity'\? it has Brevity, Plain, "),
         ({"use": "mine.py:SOMETHING"}, "must be a class that extends"),
         ({"use": "mine.py:Brevity"}, "option `most` is missing"),
+        ({"use": "mine.py:Misspelt"}, "no hook.*did you mean 'on_episode' where it has 'on_episodes'"),
+        ({"use": "mine.py:Idle"}, "overrides no hook, so it would do nothing; hooks are should_issue, observe"),
         ({"use": "broken.py:Thing"}, "broken.py fails when imported: ModuleNotFoundError"),
         ({"use": "gone.py:Thing"}, "gone.py, got no such file"),
     ],

@@ -68,6 +68,20 @@ async def test_exit_2_is_a_setup_error_in_its_own_words(build: Build, watched: W
     assert child.error == "no such model; fix it"
 
 
+@pytest.mark.parametrize("content", [None, "neither a program nor a script of one"])
+async def test_what_cannot_be_started_is_a_failure_and_not_a_hang(
+    watched: Watched, tmp_path: Path, content: str | None
+) -> None:
+    program = tmp_path / "python"
+    if content is not None:
+        program.write_text(content)
+        program.chmod(0o755)
+    child = Child(ChildSpec("agent-a-0", [str(program)], {}, tmp_path / "log"), on_change=watched)
+    await child.run()
+    assert watched.states == [ChildState.FAILED]
+    assert child.error.startswith("agent-a-0 cannot be started: [Errno") and str(program) in child.error
+
+
 async def test_a_death_is_followed_by_a_restart_and_too_many_by_failure(build: Build, watched: Watched) -> None:
     child = build("import sys; print('Traceback: boom'); sys.exit(1)")
     await child.run()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 
 from wingbeat.core.config import Config
-from wingbeat.core.errors import PortInUse, SetupError
+from wingbeat.core.errors import PortInUse, SetupError, UnavailableError
 from wingbeat.deploy.local import Supervisor, run_server
 
 
@@ -59,3 +62,52 @@ def test_a_run_that_was_there_stays(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUse):
         serve(config_of(tmp_path, port=taken.getsockname()[1]), [], resume=run_dir)
     assert (run_dir / "config.toml").is_file()
+
+
+def test_a_refused_start_leaves_the_settings_of_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "old"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text("old")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SetupError, match="model"):
+        serve(config_of(tmp_path, model=str(tmp_path / "model")), [], resume=run_dir)
+    assert (run_dir / "config.toml").read_text() == "old"
+
+
+async def test_settings_are_kept_once_every_trainer_took_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "old"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text("old")
+    trainers = iter(["absent", "", "ready"])
+    seen: list[str] = []
+
+    class Server:
+        def __init__(self, url: str, key: str | None) -> None:
+            assert url == "http://here"
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def status(self) -> Any:
+            seen.append((run_dir / "config.toml").read_text())
+            trainer = next(trainers)
+            if not trainer:
+                raise UnavailableError("control is away")
+            return SimpleNamespace(policies=[SimpleNamespace(trainer="frozen"), SimpleNamespace(trainer=trainer)])
+
+    async def start_control(supervisor: Supervisor, models: object) -> None:
+        supervisor.url = "http://here"
+
+    monkeypatch.setattr("wingbeat.deploy.local.AsyncSwarm", Server)
+    monkeypatch.setattr("wingbeat.deploy.local.ACCEPT_POLL_S", 0.0)
+    monkeypatch.setattr(Supervisor, "prepare_models", lambda _: asyncio.sleep(0, {}))
+    monkeypatch.setattr(Supervisor, "_start_control", start_control)
+    monkeypatch.setattr(Supervisor, "_start_workers", lambda _: None)
+    async with Supervisor(config_of(tmp_path), run_dir=run_dir, config_dir=tmp_path):
+        async with asyncio.timeout(5):
+            while (run_dir / "config.toml").read_text() == "old":  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0)
+    assert seen == ["old"] * 3
+    assert "builtin:calculator" in (run_dir / "config.toml").read_text()

@@ -12,9 +12,10 @@ from wingbeat.core.config import Config
 from wingbeat.core.errors import ConfigError
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.evaluation import EvaluationResult, EvaluationSpec, SourceScore
+from wingbeat.deploy.checks import check_agents
 from wingbeat.deploy.local import absolute_paths
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
-from wingbeat.deploy.training import TrainingResult, agent_specs, check_agents
+from wingbeat.deploy.training import TrainingResult, agent_specs
 
 TASKS = """
 from wingbeat import Task
@@ -51,8 +52,22 @@ def test_several_sources_are_dealt_under_their_names(folder: Path) -> None:
 def test_the_short_form_keeps_the_names_of_the_tasks(folder: Path) -> None:
     tasks = load_tasks(config(tasks={"file": "tasks.py"}), folder)
     assert {source for source, _ in tasks} == {"mine"}
-    with pytest.raises(ConfigError, match=r"tasks\.ratios leave out the source 'mine'"):
+    with pytest.raises(ConfigError, match=r"`tasks`: `ratios` leave out the source 'mine' \(they name 'other'"):
         load_tasks(config(tasks={"file": "tasks.py", "ratios": {"other": 1.0}}), folder)
+    with pytest.raises(ConfigError, match="`ratios` name 'miine', which is no source; did you mean 'mine'"):
+        load_tasks(config(tasks={"file": "tasks.py", "ratios": {"miine": 1.0}}), folder)
+
+
+def test_agents_for_sources_that_nobody_brings_are_refused(folder: Path) -> None:
+    def check(source: str, **tasks: Any) -> None:
+        load_tasks(config(agents={"a": {"path": "agent.py", "sources": [source]}}, tasks=tasks), folder)
+
+    own = {"sources": {"own": {"file": "tasks.py"}}}
+    with pytest.raises(ConfigError, match=r"agents\.a\.sources: .* \(own\), got 'onw'; did you mean 'own'\?"):
+        check("onw", **own)
+    check("own", **own)
+    check("a client's", **own, ratios={"own": 0.5, "a client's": 0.5})
+    check("a client's")
 
 
 def test_ids_that_clash_in_one_source_are_told_before_anything_starts(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,11 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
         **dataflow: Any,
     ) -> Desk:
         settings = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1, "straggler_wait_s": 5.0, **dataflow}
-        models = {name: {"model": "m", **more} for name, more in (policies or {"solver": {}}).items()}
+        alone: dict[str, Any] = {"trainer": {"algorithm": "reinforce"}} if settings["group_size"] == 1 else {}
+        models = {
+            name: {"model": "m", **(alone if more.get("trainable", True) else {}), **more}
+            for name, more in (policies or {"solver": {}}).items()
+        }
         config = Config.model_validate(
             {
                 "run": {"steps": steps},
@@ -329,6 +333,7 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
                 groups_per_step=dataflow.groups_per_step,
                 max_staleness=dataflow.max_staleness,
                 straggler=dataflow.straggler,
+                dynamic_sampling=dataflow.dynamic_sampling,
             ),
             rule=StepRule.of(dataflow),
             context=context,
@@ -376,7 +381,15 @@ class FakeTrainer:
         self._on_told()
 
     def join(self, step: int = 0, *, lineage: int = 0) -> None:
-        self.host.trainer.joined(self._receive)
+        self.connect(self.host)
+        self.ready(step, lineage=lineage)
+
+    def connect(self, host: PolicyHost) -> None:
+        """Before it says where it stands."""
+        self.host = host
+        host.trainer.joined(self._receive)
+
+    def ready(self, step: int = 0, *, lineage: int = 0) -> None:
         manifest = msgspec.structs.replace(self._make(step), lineage=lineage)
         self.host.trainer.ready(TrainerReady("solver", step, manifest))
 
@@ -414,6 +427,23 @@ class Course:
 
     def trainer(self) -> FakeTrainer:
         return FakeTrainer(self.host, self.make, self.moved.notify)
+
+    def successor(self) -> PolicyHost:
+        """The policy of a control that starts after the first one was killed: it knows what the ledger holds."""
+        old = self.host
+        name, gate = old.name, old.rule.gate
+        self.desk.ledger.save_dealer_state({}).result(10)  # what was written before is on disk, too
+        self.host = PolicyHost(
+            old.spec,
+            template=old.template,
+            buffer=PolicyBuffer(name, groups_per_step=gate.groups_per_step, max_staleness=gate.max_staleness),
+            rule=old.rule,
+            context=replace(old.context, engines=EnginePool(wait_s=1.0, on_activity=lambda number: None)),
+            running_floors=self.desk.book.floors,
+        )
+        self.host.restore(version=self.desk.ledger.summary().trained_step.get(name, 0))
+        self.desk.policies[name] = self.host
+        return self.host
 
     async def after_step(self, host: PolicyHost, metrics: dict[str, float]) -> None:
         self.finished.append((host.version, metrics))

@@ -40,6 +40,19 @@ def test_a_policy_that_trains_must_be_rewarded() -> None:
         assign_rewards(Rewards(policies={"solver": 1.0}), CREDIT, required=["solver", "judge"])
 
 
+def test_an_agent_without_a_reward_is_named_with_both_places_for_one() -> None:
+    told = r"agent 'solver:critic' .* set rewards\.agents\['solver:critic'\] or rewards\.policies\['solver'\]"
+    with pytest.raises(InvalidReward, match=told):
+        assign_rewards(Rewards(agents={"solver": 1.0}), CREDIT, required=["solver"])
+
+
+def test_a_misspelt_name_is_told_what_it_may_mean() -> None:
+    with pytest.raises(InvalidReward, match=r"names 'slover', .*; did you mean 'solver'\? it has \['idle', 'judge'"):
+        assign_rewards(Rewards(policies={"slover": 1.0}), CREDIT, required=[])
+    with pytest.raises(InvalidReward, match=r"does not have; it has \["):
+        assign_rewards(Rewards(policies={"xyz": 1.0}), CREDIT, required=[])
+
+
 @pytest.mark.parametrize(
     ("field", "name"), [("policies", "nobody"), ("agents", "solver:nobody"), ("agents", "idle"), ("turns", "t9")]
 )

@@ -10,18 +10,25 @@ import numpy as np
 import pytest
 
 from wingbeat.core.errors import NoEngine, UnavailableError
+from wingbeat.core.events import EventLog
 from wingbeat.core.samples import INT_DTYPE
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.worker_protocol import (
+    PROTOCOL_VERSION,
     Abort,
+    Failed,
     Generate,
     Manifest,
     PinVersion,
+    Register,
     TokenChunk,
     UnpinVersion,
     UpdateWeights,
+    WeightsServed,
 )
 from wingbeat.server.engines import EnginePool
+from wingbeat.server.sessions import EngineSession, SessionParts
+from wingbeat.server.signals import Changed
 
 
 class Flights:
@@ -202,9 +209,12 @@ async def test_an_engine_error_is_the_callers_error(flights: Flights, join_engin
     assert not engine.of(Abort)
 
 
-async def test_a_pinned_version_goes_only_to_engines_that_hold_it(flights: Flights, join_engine: Any) -> None:
+async def test_a_pinned_version_goes_only_to_engines_that_hold_it(
+    flights: Flights, join_engine: Any, make_manifest: Callable[..., Manifest]
+) -> None:
     engine = join_engine(flights.pool)
     engine.serve(3)
+    flights.pool.pin(make_manifest(2))
     task = await flights.start(version=2)
     assert not engine.of(Generate)
     engine.serve(2, pinned=True)
@@ -238,14 +248,91 @@ def test_lowest_served_is_that_of_the_slowest_engine(
     pool = flights.pool
     assert pool.lowest_served("solver") is None
     engines = [join_engine(pool, f"engine-{i}") for i in range(3)]
-    engines[0].serve(4)
     engines[1].serve(3)
+    engines[0].serve(4)
     assert pool.lowest_served("solver") == (0, 3, "sum-3")
     assert not pool.has_served(make_manifest(3))  # one serves nothing yet
     engines[2].serve(5)
     assert pool.has_served(make_manifest(3)) and not pool.has_served(make_manifest(4))
     engines[1].leave()
     assert pool.lowest_served("solver") == (0, 4, "sum-4")
+
+
+async def test_an_engine_that_loaded_older_weights_than_may_be_sampled_waits_for_the_newer_ones(
+    flights: Flights, join_engine: Any, make_manifest: Callable[..., Manifest]
+) -> None:
+    pool = flights.pool
+    pool.publish(make_manifest(1))
+    first = join_engine(pool, "first")
+    first.serve(1)
+    late = join_engine(pool, "late")
+    pool.publish(make_manifest(2))
+    first.serve(2)  # from now on groups are admitted with floor 2
+    late.serve(1)
+    assert pool.lowest_served("solver") == (0, 2, "sum-2")
+    assert pool.holds(make_manifest(1))  # it may still be loading that
+    tasks = [await flights.start(key=key) for key in ("a", "b")]
+    assert len(first.generated()) == 2 and late.generated() == []
+    late.serve(2)
+    assert not pool.holds(make_manifest(1))
+    tasks.append(await flights.start(key="c"))
+    assert len(late.generated()) == 1
+    pool.publish(make_manifest(3))
+    late.serve(3)
+    assert pool.lowest_served("solver") == (0, 2, "sum-2")  # the slower one of two that are up to date may lag
+    first.leave()
+    late.leave()
+    back = join_engine(pool, "back")
+    pool.publish(make_manifest(4))
+    back.serve(3)  # nobody serves: what is admitted has the floor of what is live
+    assert pool.lowest_served("solver") is None
+    back.serve(4)
+    assert pool.lowest_served("solver") == (0, 4, "sum-4")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_an_acknowledgement_of_a_pin_that_was_given_up_counts_no_more(
+    flights: Flights, join_engine: Any, make_manifest: Callable[..., Manifest]
+) -> None:
+    pool = flights.pool
+    engine = join_engine(pool)
+    pool.pin(make_manifest(2))
+    pool.unpin("solver", 2)
+    engine.serve(2, pinned=True)
+    assert not engine.link.serves("solver", 2)
+    pool.pin(make_manifest(2, checksum="of the next lineage"))
+    engine.serve(2, pinned=True)  # of the abandoned one
+    assert not engine.link.serves("solver", 2)
+    pool.served(engine.link, WeightsServed("solver", 2, "of the next lineage", pinned=True))
+    assert engine.link.serves("solver", 2)
+
+
+def test_a_policy_that_fails_on_an_engine_is_not_excused_by_another(
+    flights: Flights, make_manifest: Callable[..., Manifest]
+) -> None:
+    parts = SessionParts(flights.pool, {}, EventLog(None), Changed())
+    session = EngineSession(parts, Register(PROTOCOL_VERSION, "engine", "e", "host", 1), lambda message: None)
+    (link,) = flights.pool.links
+    session.receive(Failed("solver", "update_weights", "no memory"))
+    session.receive(WeightsServed("checker", 1, "sum-1"))
+    assert list(link.failures.values()) == ["engine e: update_weights of 'solver' failed: no memory"]
+    assert flights.pool.has_served(make_manifest(1))  # nobody waits for it
+    assert not flights.pool.has_served(make_manifest(2, policy="checker"))
+    session.receive(WeightsServed("solver", 2, "sum-2"))
+    assert link.failures == {}
+
+
+@pytest.mark.parametrize(("is_stopping", "told"), [(False, 1), (True, 0)])
+def test_an_engine_that_was_told_to_end_is_not_lost(flights: Flights, is_stopping: bool, told: int) -> None:
+    seen: list[str] = []
+    events = EventLog(None)
+    events.subscribe(lambda record: seen.append(record["event"]))
+    parts = SessionParts(flights.pool, {}, events, Changed(), is_stopping=lambda: is_stopping)
+    EngineSession(parts, Register(PROTOCOL_VERSION, "engine", "e", "host", 1), lambda message: None).closed()
+    assert seen.count("engine_left") == told
+    assert flights.pool.links == ()
 
 
 def test_a_file_is_held_while_it_is_live_pinned_or_an_engine_is_behind(

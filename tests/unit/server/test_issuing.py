@@ -21,7 +21,7 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.records import EpisodeRecord
-from wingbeat.server.issuing import MAX_SKIPS, Issuer
+from wingbeat.server.issuing import MAX_SKIPS, AtWork, Issuer
 from wingbeat.server.source_metrics import SourceMeter
 
 
@@ -44,8 +44,23 @@ async def finish(desk: Any, lease_id: str, outcome: Outcome = Outcome.AGENT) -> 
     await desk.finishing.finish(desk.episode(begun.episode_id), FinishRequest(rewards=1.0, outcome=outcome))
 
 
-def issuer(dealer: TaskDealer, desk: Any, wants: Callable[[Task], bool] = lambda task: True) -> Issuer:
-    return Issuer(dealer, ledger=desk.ledger, watch=desk.writes.append, should_issue=wants, clock=desk.clock)
+NOBODY = AtWork(frozenset(), {})
+
+
+def issuer(
+    dealer: TaskDealer,
+    desk: Any,
+    wants: Callable[[Task], bool] = lambda task: True,
+    at_work: Callable[[], AtWork] = lambda: NOBODY,
+) -> Issuer:
+    return Issuer(
+        dealer,
+        ledger=desk.ledger,
+        watch=desk.writes.append,
+        should_issue=wants,
+        at_work=at_work,
+        clock=desk.clock,
+    )
 
 
 async def test_a_client_gets_tasks_of_its_sources_only(desk: Any) -> None:
@@ -147,6 +162,104 @@ def test_who_is_behind_is_named_with_the_reason(desk: Any) -> None:
     assert issuing.blockers(["a", "b"]) == [absent, "an evaluation waits for a client of source 'b'"]
     issuing.answered(only_a)
     assert issuing.num_waiting == 0 and issuing.blockers(["a", "b"]) == []
+
+
+def test_sources_without_any_share_are_told_of(desk: Any) -> None:
+    dealer = TaskDealer(0, epochs=1)
+    issuing = issuer(dealer, desk)
+    for source in ("a", "b"):
+        dealer.add_source(source, Split.TRAIN, [Task(source, "1")])
+    dealer.set_ratios({"a": 0.0, "b": 1.0})
+    assert issuing.blockers() == []
+    dealer.remove("b")
+    assert issuing.blockers() == ["nothing is dealt: the share of a is 0; give shares with PUT /api/mixing"]
+
+
+def test_a_client_that_is_busy_with_a_source_is_no_absent_one(desk: Any) -> None:
+    dealer = TaskDealer(0, ratios={"a": 0.5, "b": 0.5}, slack=1)
+    for source in ("a", "b"):
+        dealer.add_source(source, Split.TRAIN, [Task(source, "1")])
+    work = [AtWork(frozenset({"b"}), {})]
+    issuing = issuer(dealer, desk, at_work=lambda: work[0])
+    only_a = frozenset({"a"})
+    issuing.ask(only_a)
+    while issuing.next_task(only_a) is not None:
+        pass
+    slow = "source 'b' is behind its share: its clients are slower than those of a"
+    assert issuing.blockers(["b"]) == [slow], "its episodes last longer than a question counts"
+    work[0] = AtWork(frozenset(), {"a": 1, "b": 2})
+    assert issuing.absent_clients() == ["2 open groups of source 'b' wait for a client: none asks for it"]
+
+
+def test_clients_that_ask_only_for_what_is_not_here_are_told_of_in_the_status(desk: Any) -> None:
+    busy = [AtWork(frozenset(), {})]
+    issuing = issuer(desk.dealer, desk, at_work=lambda: busy[0])
+    issuing.ask(frozenset({"soruce"}))
+    assert issuing.absent_clients() == [
+        "clients ask only for what is not here: no tasks of source soruce; sources are: other, src"
+    ]
+    busy[0] = AtWork(frozenset({"src"}), {})
+    assert issuing.absent_clients() == []
+    busy[0] = AtWork(frozenset(), {})
+    issuing.ask(frozenset({"src", "soruce"}))
+    assert issuing.absent_clients() == []
+
+
+async def test_a_client_that_fell_silent_is_absent_before_its_episodes_are_lost(desk: Any) -> None:
+    (found,) = (await lease(desk, "src")).leases
+    request = BeginRequest(idempotency_key="1", lease_id=found.lease_id)
+    await desk.rollouts.begin(request, base_url="http://x/v1")
+    desk.clock.now += 59
+    desk.rollouts.issuer.ask(frozenset({"other"}))
+    assert desk.rollouts.issuer.absent_clients() == []
+    desk.clock.now += 2
+    assert desk.rollouts.issuer.absent_clients() == [
+        "1 open group of source 'src' waits for a client: none asks for it"
+    ]
+
+
+async def test_the_groups_of_a_removed_source_end_although_its_clients_have_left(
+    open_desk: Callable[..., Any], make_manifest: Any
+) -> None:
+    desk = open_desk(groups_per_step=8, group_size=2)
+    desk.solver.adopt(make_manifest(0))
+    desk.dealer.add_source("other", Split.TRAIN, [Task("other", "1")])
+    (left,) = (await lease(desk, "src")).leases
+    await finish(desk, left.lease_id)
+    (kept,) = (await lease(desk, "other")).leases
+    await finish(desk, kept.lease_id)
+    evaluation_id = desk.evaluations.start(EvaluationRequest(source="src", samples_per_task=2))
+    (half,) = (await lease(desk, "src", split=Split.EVAL)).leases
+    await finish(desk, half.lease_id)
+    desk.dealer.remove("src")
+    desk.evaluations.withdraw("src")
+    assert not desk.evaluations.waiting_sources
+    desk.clock.now += 1000
+    desk.rollouts.reap()
+    desk.finishing.settle()
+    assert [spec.id for spec, _ in desk.book.progress()] == [kept.group.id], "other goes on when its clients are back"
+    reply = desk.evaluations.reply(evaluation_id)
+    assert (reply.state, reply.num_finished, reply.num_expected) == ("done", 1, 4)
+    assert desk.dealer.removed == {"src"}
+
+
+async def test_a_removed_source_ends_an_evaluation_that_waits_for_nothing_else(desk: Any, make_manifest: Any) -> None:
+    desk.solver.adopt(make_manifest(0))
+    evaluation_id = desk.evaluations.start(EvaluationRequest())
+    for found in (await lease(desk, "src", count=9, split=Split.EVAL)).leases:
+        await finish(desk, found.lease_id)
+    desk.evaluations.withdraw("other")
+    assert desk.evaluations.reply(evaluation_id).state == "done"
+    (done,) = [record for record in desk.log if record["event"] == "evaluation_done"]
+    assert done["sources"] == {"src": 1.0, "other": None} and done["num_missing"] == 3
+
+
+async def test_names_of_evaluations_can_stand_in_paths(desk: Any, make_manifest: Any) -> None:
+    desk.solver.adopt(make_manifest(0))
+    evaluation_id = desk.evaluations.start(EvaluationRequest(name="client:a/b?c"))
+    assert evaluation_id.startswith("client~3Aa~2Fb~3Fc-solver-0-")
+    found = (await lease(desk, count=9, split=Split.EVAL)).leases
+    assert len(found) == 5, "no group of a client"
 
 
 def test_a_client_of_exhausted_sources_is_told_so(desk: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,23 @@ async def test_operators_go_on_from_the_state_that_was_saved_with_the_last_group
     assert restored.metrics() == desk.solver.chain.metrics()
 
 
+async def test_what_a_halted_policy_does_not_train_waits_in_the_ledger_only(open_desk: OpenDesk) -> None:
+    desk = open_desk(policies={"solver": {}, "verifier": {}}, groups_per_step=9)
+    desk.solver.halt("an alarm")
+    group_id = await close_group(desk, 0.0, 1.0, policies=("solver", "verifier"))
+    assert [len(host.buffer) for host in desk.policies.values()] == [0, 1]
+    assert [group.group_id for group in desk.ledger.unconsumed("solver")] == [group_id]
+
+
+@pytest.mark.parametrize(("algorithm", "equal"), [("grpo", 3), ("reinforce", 0), ("ppo", 0)])
+async def test_equal_rewards_are_no_news_where_they_teach(open_desk: OpenDesk, algorithm: str, equal: int) -> None:
+    desk = open_desk(policies={"solver": {"trainer": {"algorithm": algorithm}}}, groups_per_step=9)
+    await close_group(desk, 1.0, 1.0)
+    await close_group(desk, 1.0)
+    await close_group(desk, 0.0)
+    assert desk.solver.equal_groups == equal
+
+
 async def test_without_operators_nothing_is_saved(open_desk: OpenDesk) -> None:
     desk = open_desk(groups_per_step=9)
     await close_group(desk, 0.0, 1.0)
@@ -198,3 +216,31 @@ async def test_what_operators_drop_is_not_told_twice(open_desk: OpenDesk) -> Non
         await close_leased(desk, 1.0, 1.0)
     assert desk.finishing.lost_groups.blocker == ""
     assert "operators dropped every episode of the last 5 groups" in desk.solver.chain.blocker
+
+
+async def test_what_a_rollback_drops_again_is_recorded_once(
+    open_desk: OpenDesk, make_manifest: Callable[..., Any]
+) -> None:
+    desk = open_desk(dynamic_sampling=True, groups_per_step=1)
+    write = desk.solver.roll_back(base_lineage=0, base_step=0, reason="a new lineage")
+    await close_group(desk, 1.0, 1.0)  # equal: it leaves at once, and the ledger does not know yet
+    write.result(timeout=10)
+    desk.solver.refill(make_manifest(0))
+    assert desk.solver.buffer.drain_dropped() == ()
+    desk.check_writes()
+    assert states(desk) == {("solver", "dropped"): 2}
+    assert desk.solver.buffer.discards["zero_variance"].num_episodes == 2
+
+
+async def test_what_leaves_while_no_batch_fills_is_recorded_all_the_same(open_course: Callable[..., Any]) -> None:
+    course = open_course(dynamic_sampling=True, groups_per_step=2)
+    run = asyncio.create_task(course.host.run(course.after_step))
+    course.trainer().join()
+    course.group("a")
+    for name in "bcd":
+        course.group(name, (1.0, 1.0))
+    for _ in range(3):
+        await asyncio.sleep(0)  # the step loop looks
+    run.cancel()
+    course.desk.check_writes()
+    assert states(course.desk) == {("solver", "finished"): 2, ("solver", "dropped"): 6}

@@ -14,6 +14,8 @@ from wingbeat.core.worker_protocol import (
     Export,
     Exported,
     Failed,
+    KeepVersions,
+    Manifest,
     PinVersion,
     ReleaseVersion,
     SaveCheckpoint,
@@ -23,6 +25,7 @@ from wingbeat.core.worker_protocol import (
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.policies import TrainerState
 
+Make = Callable[..., Manifest]
 Course = Any
 """A desk with a policy in training (conftest)."""
 
@@ -82,6 +85,17 @@ async def test_a_trainer_that_dies_in_a_step_is_replaced_and_repeats_what_it_los
     assert [e["exact"] for e in course.desk.log if e["event"] == "replayed"] == [True]
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("expected", "told"), [(False, 1), (True, 0)])
+async def test_a_trainer_that_was_told_to_end_is_not_lost(
+    open_course: Callable[..., Course], expected: bool, told: int
+) -> None:
+    course = open_course(steps=3)
+    course.trainer().join()
+    course.host.trainer.left(expected=expected)
+    assert course.host.state is TrainerState.ABSENT
+    assert len([e for e in course.desk.log if e["event"] == "trainer_lost"]) == told
 
 
 async def test_a_replay_that_gives_other_weights_is_told_and_served(open_course: Callable[..., Course]) -> None:
@@ -306,3 +320,79 @@ def test_groups_of_equal_rewards_are_counted_in_a_row(open_course: Callable[...,
     assert course.host.equal_groups == 2
     course.group("c", (0.0, 1.0))
     assert course.host.equal_groups == 0
+
+
+async def test_a_step_is_given_once_although_its_trainer_says_where_it_stands_after_it_ended_one(
+    open_course: Callable[..., Course],
+) -> None:
+    course = open_course()
+    first = course.trainer()
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    course.group("g0")
+    await course.until(lambda: first.steps)
+    course.host.trainer.left()  # the link broke in the middle of the step
+    again = course.trainer()
+    again.connect(course.host)
+    again.done(1)  # ended before it could say where it stands
+    course.group("g1")
+    await course.until(lambda: again.steps)
+    again.ready(1)
+    again.done(1)  # said again
+    assert again.steps == [(2, False)] and course.host.state is TrainerState.TRAINING
+    again.done(2)
+    await course.until(lambda: len(course.finished) == 2)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_a_failure_of_an_earlier_connection_halts_nobody(open_course: Callable[..., Course]) -> None:
+    course = open_course()
+    trainer = course.trainer()
+    trainer.connect(course.host)
+    trainer.fail(error="a step that it repeated for a control that died")
+    assert not course.host.halted
+    trainer.ready(0)
+    trainer.fail(error="it cannot take a step")
+    assert "it cannot take a step" in course.host.halted
+
+
+async def test_weights_of_which_control_hears_too_early_are_not_deleted(open_course: Callable[..., Course]) -> None:
+    course = open_course()
+    first = course.trainer()
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    for step in (1, 2):
+        course.group(f"g{step}")
+        await course.until(lambda step=step: len(first.steps) == step)
+        first.done(step)
+    await course.until(lambda: len(course.finished) == 2)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    successor = course.successor()  # control died while its trainer repeated step 2, of which the next one hears
+    trainer = course.trainer()
+    trainer.connect(successor)
+    trainer.done(2)
+    trainer.ready(2)
+    trainer.done(2)
+    assert successor.manifest.version == 2 and trainer.of(ReleaseVersion) == []
+    assert trainer.of(KeepVersions)[-1].checksums == ("sum-2",)
+
+
+async def test_a_trainer_that_stands_with_control_is_told_what_to_keep(
+    open_course: Callable[..., Course], join_engine: Any, make_manifest: Make
+) -> None:
+    course = open_course()
+    engine = join_engine(course.desk.engines)
+    trainer = course.trainer()
+    trainer.join()
+    assert trainer.of(KeepVersions)[-1].checksums == ("sum-0",)
+    engine.serve(0)
+    course.host.pin(0)
+    course.host.trainer.left()
+    course.host.adopt(make_manifest(1))
+    course.host.version = 1
+    engine.serve(1)
+    again = course.trainer()
+    again.join(1)
+    assert again.of(KeepVersions)[-1].checksums == ("sum-0", "sum-1")  # of the pinned one, too

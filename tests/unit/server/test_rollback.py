@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from wingbeat.core.errors import NoEngine
+from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.core.types import FinishReason, Split, Task
-from wingbeat.core.worker_protocol import BeginLineage, ReleaseVersion, UpdateWeights
+from wingbeat.core.worker_protocol import BeginLineage, KeepVersions, ReleaseVersion, UpdateWeights
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.policies import TrainerState
@@ -249,6 +252,50 @@ async def test_a_trainer_that_dies_while_the_rollback_is_written_is_followed_by_
         assert [(x.base_lineage, x.base_step) for x in course.desk.ledger.lineages()] == [(0, 1), (0, 0)]
 
 
+async def test_while_a_rollback_is_written_no_group_starts_and_none_that_ends_is_lost(
+    open_course: Callable[..., Course],
+) -> None:
+    course = open_course(policies=NO_REPLAY, max_staleness=8)
+    first = course.trainer()
+    async with training(course):
+        first.join()
+        await train(course, first, steps=2)
+        course.host.trainer.left()
+        course.group("waiting", floor=2)
+        (ready,) = course.desk.ledger.unconsumed("solver") or course.host.buffer.clear()
+        assert course.host.admits_group()
+        second = course.trainer()
+        second.join(step=1)
+        second.begin(1)
+        assert not course.host.admits_group()
+        course.host.add_group(replace(ready, group_id="meanwhile"))
+        await course.until(lambda: second.steps)
+        assert set(waiting(course)) == {"waiting", "meanwhile"} and course.host.admits_group()
+
+
+async def test_weights_that_two_lineages_share_stay_while_they_are_live(
+    open_course: Callable[..., Course], join_engine: Any
+) -> None:
+    course = open_course(policies=NO_REPLAY, max_staleness=8)
+    engine, first = join_engine(course.desk.engines), course.trainer()
+    async with training(course):
+        first.join()
+        await train(course, first, steps=1)
+        course.host.pin(1)  # so that its file is known under lineage 0, too
+        await train(course, first, steps=1)
+        engine.serve(2)
+        course.host.trainer.left()
+        second = course.trainer()
+        second.join(step=1)
+        second.begin(1)
+        await course.until(lambda: second.steps)
+        course.host.unpin(1)
+        engine.serve(1, lineage=1)
+        course.host.release_unused()
+        assert {m.version for m in second.of(ReleaseVersion)} == {0, 2}
+        assert second.of(KeepVersions)[-1].checksums == ("sum-0", "sum-1", "sum-2")  # until the engine had left them
+
+
 async def test_what_abandoned_weights_still_sample_counts_as_the_common_version(
     open_course: Callable[..., Course], join_engine: Any, template: Any
 ) -> None:
@@ -308,6 +355,10 @@ async def test_an_evaluation_keeps_its_abandoned_version_until_it_is_done(
         second.done(2, lineage=1, checksum="other")
         await course.until(lambda: host.version == 2)
         assert host.manifest_of(2) is None  # engines know pins by number, and this one is taken
+        for version in (None, 2):
+            with pytest.raises(NoEngine, match="abandoned version 2 of policy 'solver'"):
+                course.desk.evaluations.start(EvaluationRequest(policy="solver", name="again", version=version))
+        assert "no longer held; the live one is 2" in host.missing(7)
         engine.serve(2, lineage=1)
         host.unpin(2)
         assert host.manifest_of(2) is not None and host.manifest_of(2).checksum == "other"

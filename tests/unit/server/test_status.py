@@ -41,6 +41,16 @@ async def test_no_tasks_is_no_blocker_while_clients_run_their_own(desk: Any) -> 
     assert NO_TASKS in blockers(desk)
 
 
+def test_groups_that_fill_no_batch_are_no_work(open_course: Callable[..., Any]) -> None:
+    course = open_course(groups_per_step=2)
+    course.desk.error = None
+    course.desk.dealer.remove("src")
+    for name in "ab":
+        assert NO_TASKS in blockers(course.desk)
+        course.group(name)
+    assert len(course.host.buffer) == 2 and NO_TASKS not in blockers(course.desk), "a batch is full"
+
+
 async def test_a_waiting_group_counts_its_own_members(desk: Any) -> None:
     first = await begin(desk, "one", "1")
     await begin(desk, "one", "2")

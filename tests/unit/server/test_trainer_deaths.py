@@ -19,14 +19,18 @@ from wingbeat.core.worker_protocol import (
     CheckpointSaved,
     ControlMessage,
     Failed,
+    KeepVersions,
     Manifest,
+    ReleaseVersion,
     SaveCheckpoint,
     StepDone,
     TrainerReady,
     TrainStep,
+    UpdateWeights,
+    WeightsServed,
 )
-from wingbeat.dataflow.buffer import PolicyBuffer
-from wingbeat.server.policies import PolicyHost, TrainerState
+from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.policies import TrainerState
 
 STEPS = 14
 DEATHS = 40
@@ -39,6 +43,12 @@ class Disk:
     """What outlives a trainer: (lineage, step, history of its weights), oldest first."""
 
     checkpoints: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=lambda: [BEGINNING])
+    published: set[str] = field(default_factory=set)
+    """Paths of the weights in shared memory."""
+
+
+class Connected:
+    """In an inbox: a control took the trainer on."""
 
 
 class Process:
@@ -50,28 +60,38 @@ class Process:
             disk.checkpoints.pop()
         self._lineage, self._step, self._history = disk.checkpoints[-1]
         self._base_lineage, self._has_failed = self._lineage, False
-        self._inbox: list[ControlMessage] = []
+        self._publish()
+        self._inbox: list[ControlMessage | Connected] = []
         self._last_done: StepDone | None = None
         self.alive = True
         self.dial(course.host)
 
     def dial(self, host: Any) -> None:
-        """Connect to control: a new one is told again what its predecessor may not have heard."""
+        """Connect to control: a new one is told again what its predecessor may not have heard.
+
+        That comes after what is left to do of the predecessor's commands, of which the new control hears.
+        """
+        self._inbox.append(Connected())
         self._host = host
-        host.trainer.joined(self._inbox.append)
-        self._tell()
-        if self._last_done is not None:
-            host.trainer.step_done(self._last_done)
+        host.trainer.joined(self._receive)
+
+    def _receive(self, message: ControlMessage) -> None:
+        self._inbox.append(message)
 
     def lose_control(self) -> None:
-        """What control had sent is done all the same, and nobody hears of it."""
+        """Some of what control had sent is done, and nobody hears of it."""
         self._host = MagicMock()
-        while self._inbox:
+        for _ in range(self._rng.randint(0, len(self._inbox))):
             self.work()
 
     def _manifest(self) -> Manifest:
         checksum = hashlib.sha256("/".join(self._history).encode()).hexdigest()
         return msgspec.structs.replace(self._make(self._step, checksum=checksum), lineage=self._lineage)
+
+    def _publish(self) -> Manifest:
+        manifest = self._manifest()
+        self._disk.published.add(manifest.path)
+        return manifest
 
     def _tell(self) -> None:
         self._host.trainer.ready(TrainerReady("solver", self._step, self._manifest(), self._base_lineage))
@@ -82,9 +102,22 @@ class Process:
 
     def work(self) -> None:
         """Handle one message."""
-        if not self._inbox:
-            return
-        match self._inbox.pop(0):
+        room = [message for message in self._inbox if isinstance(message, ReleaseVersion | KeepVersions)]
+        self._inbox = [message for message in self._inbox if message not in room]
+        room += [self._inbox.pop(0)] if self._inbox else []
+        for message in room:
+            self._handle(message)
+
+    def catch_up(self) -> None:
+        while self._inbox:
+            self.work()
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Connected():
+                self._tell()
+                if self._last_done is not None:
+                    self._host.trainer.step_done(self._last_done)
             case TrainStep(batch=batch, replay=replay):
                 broken = replay and "fails" in self._faults and self._rng.random() < 0.2
                 if self._has_failed or broken or batch.step != self._step + 1:
@@ -94,7 +127,7 @@ class Process:
                 other = replay and "inexact" in self._faults and self._rng.random() < 0.2
                 self._history = (*self._history, batch.batch_id, *(["~"] if other else []))
                 self._step, self._lineage, self._base_lineage = batch.step, batch.lineage, batch.lineage
-                done = StepDone("solver", batch.batch_id, batch.step, self._manifest(), {}, {}, 0.0, 1.0)
+                done = StepDone("solver", batch.batch_id, batch.step, self._publish(), {}, {}, 0.0, 1.0)
                 self._last_done = done
                 self._host.trainer.step_done(done)
             case SaveCheckpoint() if not self._has_failed:
@@ -105,10 +138,41 @@ class Process:
                 if self._has_failed:
                     self._lineage, self._step, self._history = self._disk.checkpoints[-1]
                     self._has_failed = False
+                    self._publish()
                 self._base_lineage, self._lineage, self._last_done = self._lineage, lineage, None
                 self._tell()
+            case ReleaseVersion(version=version, checksum=checksum):
+                self._disk.published -= {self._make(version, checksum=checksum).path} - {self._manifest().path}
+            case KeepVersions(checksums=checksums):
+                kept = {*checksums, self._manifest().checksum}
+                self._disk.published = {path for path in self._disk.published if path.rpartition("-")[2] in kept}
             case _:
                 pass
+
+
+class Engine:
+    """Loads what it is told to, in its own time."""
+
+    def __init__(self, pool: EnginePool, disk: Disk) -> None:
+        self._pool, self._disk = pool, disk
+        self._inbox: list[Any] = []
+        self._link = EngineLink("engine-0", "host", self._inbox.append)
+        pool.join(self._link)
+
+    def die(self) -> None:
+        self._pool.leave(self._link)
+
+    def work(self) -> None:
+        """Handle one message."""
+        message = self._inbox.pop(0) if self._inbox else None
+        if isinstance(message, UpdateWeights):
+            told = message.manifest
+            assert told.path in self._disk.published, f"{told.path} is gone"
+            self._pool.served(self._link, WeightsServed("solver", told.version, told.checksum, lineage=told.lineage))
+
+    def catch_up(self) -> None:
+        while self._inbox:
+            self.work()
 
 
 class Control:
@@ -132,26 +196,14 @@ class Control:
 
     async def restart(self) -> None:
         await self.end()
-        self._course.desk.ledger.save_dealer_state({}).result(10)  # what was written before is on disk, too
-        old, desk = self._course.host, self._course.desk
-        rule, name = old.rule, old.name
-        limits = {"groups_per_step": rule.gate.groups_per_step, "max_staleness": rule.gate.max_staleness}
-        host = PolicyHost(
-            old.spec,
-            template=old.template,
-            buffer=PolicyBuffer(name, **limits),
-            rule=rule,
-            context=old.context,
-            running_floors=desk.book.floors,
-        )
-        host.restore(version=desk.ledger.summary().trained_step.get(name, 0))
-        self._course.host = desk.policies[name] = host
+        host = self._course.successor()
         self._run = asyncio.create_task(host.run(self._course.after_step))
 
 
 async def live(course: Any, rng: random.Random, faults: frozenset[str]) -> None:
     """Feed groups and kill trainers and control until the run is complete."""
     control, disk, number, deaths, process = Control(course), Disk(), 0, 0, None
+    engine = Engine(course.host.context.engines, disk)
     for _ in range(20_000):
         host = course.host
         await asyncio.sleep(0 if rng.random() < 0.9 else 0.002)
@@ -161,7 +213,14 @@ async def live(course: Any, rng: random.Random, faults: frozenset[str]) -> None:
             course.group(f"g{number}", floor=host.lowest_version())
             number += 1
         process.work()
+        if rng.random() < 0.5:
+            engine.work()
+            host.release_unused()  # as with every acknowledgement
         if host.complete and host.state is TrainerState.READY and host.loop.pending is None:
+            engine.catch_up()
+            host.release_unused()
+            process.catch_up()
+            assert host.manifest.path in disk.published and len(disk.published) <= 2, "files of other versions are left"
             return await control.end()
         control.check()
         if deaths < DEATHS and rng.random() < 0.02:
@@ -169,8 +228,13 @@ async def live(course: Any, rng: random.Random, faults: frozenset[str]) -> None:
             process.die()
         if deaths < DEATHS and rng.random() < 0.01:
             deaths += 1
+            engine.die()
+            engine = Engine(course.host.context.engines, disk)
+        if deaths < DEATHS and rng.random() < 0.01:
+            deaths += 1
             process.lose_control()
             await control.restart()
+            engine = Engine(course.host.context.engines, disk)
             if process.alive:
                 process.dial(course.host)
     raise AssertionError(f"not complete: version {host.version}, {host.state}, halted {host.halted!r}")

@@ -43,7 +43,7 @@ def _bytes(trainer: PolicyTrainer) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"lora": LoraConfig(rank=2)},
         {"dtype": torch.bfloat16},
         {"updates_per_batch": 2, "schedule": "cosine", "weight_decay": 0.1, "algorithm": "dapo"},

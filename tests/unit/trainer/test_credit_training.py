@@ -92,7 +92,9 @@ def _distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return math.sqrt(difference / sum(float(tensor.double().square().sum()) for tensor in left.values()))
 
 
-@pytest.mark.parametrize("form", MOSTLY_SLOW)
+@pytest.mark.parametrize(
+    "form", ["turn", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != "turn")]
+)
 def test_packing_trees_and_order_never_change_a_gradient(
     form: str, make_form: MakeTrainer, batches: list[TrainingBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,22 @@ def test_chunked_equals_naive(kind: str, build_model: Callable[..., Any]) -> Non
         torch.testing.assert_close(parameter.grad, gradients[name], atol=3e-6, rtol=1e-4, msg=name)
 
 
+def test_heads_of_another_size_speak_of_the_same_tokens(build_model: Callable[..., Any]) -> None:
+    """A wider head's further logits take no probability; a narrower one gives what it lacks none."""
+    model, inputs = build_model("llama"), _inputs()
+    inputs["targets_N"] %= 40
+    logits_BTV = model(input_ids=inputs["input_ids_BT"], attention_mask=inputs["attention_mask_BT"]).logits
+    logits_NV = logits_BTV[inputs["rows_N"], inputs["sources_N"]] / inputs["temperatures_N"][:, None]
+    wanted = logits_NV[:, :40].log_softmax(-1).gather(1, inputs["targets_N"][:, None])[:, 0]
+    narrow, _ = _scored(LogprobModel(model, chunk_tokens=4, vocabulary=40), inputs)
+    torch.testing.assert_close(narrow, wanted, atol=2e-6, rtol=1e-6)
+    same, _ = _scored(LogprobModel(model, chunk_tokens=4), inputs)
+    inputs["targets_N"][0] = 50
+    wide, _ = _scored(LogprobModel(model, chunk_tokens=4, vocabulary=60), inputs)
+    assert wide[0] == -torch.inf
+    assert torch.equal(wide[1:], same[1:])
+
+
 class CountingHead(nn.Module):
     """Records how many positions are turned into logits per call."""
 

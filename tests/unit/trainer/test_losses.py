@@ -316,6 +316,15 @@ def test_statistics_by_hand() -> None:
     )
 
 
+def test_a_clip_counts_where_it_takes_a_gradient_away() -> None:
+    """Of ratios 0.5 the two that are blamed, of ratios 1.5 the one that is praised."""
+    tokens = _tokens([0.5] * 3 + [1.5] * 4, [-1, -1, 1, 1, -1, -1, -1])
+    metrics = token_stats(tokens, config=_config()).metrics()
+    assert (metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == (2 / 7, 1 / 7)
+    weights = token_stats(tokens, config=_config("cispo")).metrics()
+    assert (weights["clip_ratio/low"], weights["clip_ratio/high"]) == (3 / 7, 4 / 7), "weights are cut on both sides"
+
+
 def test_statistics_of_stale_tokens_say_nothing_about_numerics() -> None:
     metrics = token_stats(_tokens([1.5], [1.0], on_policy=False), config=_config()).metrics()
     assert metrics["mismatch_kl"] > 0

@@ -112,6 +112,17 @@ def test_a_named_reference(make_trainer: MakeTrainer, make_batch: MakeBatch, mod
     assert trainer.train_step(make_batch()).metrics["kl"] > 0.01
 
 
+@pytest.mark.parametrize("term", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"algorithm": "distill"}])
+def test_rows_without_advantage_are_trained_where_a_term_wants_them(
+    term: dict[str, Any], make_trainer: MakeTrainer, make_batch: MakeBatch, model_folder: ModelFolder
+) -> None:
+    equal = make_batch(rewards=[1.0] * 8)
+    other = {"reference": str(model_folder("qwen3", 1))} if "kl_coef" in term else {}
+    metrics = make_trainer(**term, **other).train_step(equal).metrics
+    assert metrics["grad_norm"] > 0
+    assert metrics["perf/row_tokens"] == sum(s.num_tokens for episode in equal.episodes for s in episode.samples)
+
+
 @pytest.mark.parametrize("backend", ["auto", "depth_first"])
 def test_scores_do_not_depend_on_packing_or_trees(
     backend: str, make_trainer: MakeTrainer, make_batch: MakeBatch

@@ -87,7 +87,9 @@ def test_micro_batching_never_changes_a_correction(
     assert (metrics["correction/capped"] > 0) == ("tis_cap" in rules)
 
 
-@pytest.mark.parametrize("algorithm", PPO_GAIN)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in ("grpo", "rloo") else pytest.mark.slow) for name in PPO_GAIN]
+)
 def test_gradient_equals_a_naive_loss_over_whole_logits(
     algorithm: Algorithm, make_trainer: MakeTrainer, make_batch: MakeBatch, build_model: Callable[..., Any]
 ) -> None:

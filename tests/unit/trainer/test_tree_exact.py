@@ -254,7 +254,7 @@ def test_every_algorithm_on_every_backend(
     algorithm: Algorithm, backend: str, dtype: torch.dtype, exact_model: Callable[..., Any], make_rows: MakeRows
 ) -> None:
     model = exact_model("qwen3", dtype)
-    case = _case(model, make_rows(np.random.default_rng(5)), algorithm=algorithm, budget=25)
+    case = _case(model, make_rows(np.random.default_rng(5)), algorithm=algorithm, budget=8)
     _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
 
 
@@ -284,7 +284,7 @@ def test_sequence_ratios_and_corrections_on_every_backend(
     model = exact_model("qwen3", torch.float64)
     affected = tokens = 0.0
     for seed in (5, 6, 7):
-        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=25, rules=rules)
+        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=8, rules=rules)
         got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
         _assert_equal(got, wanted, TOLERANCE[torch.float64])
         stats = got[1].stats
@@ -315,7 +315,7 @@ def test_terms_beside_the_algorithm_on_every_backend(
     """KL penalties, the entropy's own gradient, cross-entropy of some episodes."""
     model = exact_model("qwen3", torch.float64)
     for seed in (5, 6):
-        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=25, rules=rules)
+        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=8, rules=rules)
         got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
         _assert_equal(got, wanted, TOLERANCE[torch.float64])
         assert got[1].stats.metrics() == pytest.approx(wanted[1].stats.metrics())

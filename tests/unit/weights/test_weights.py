@@ -224,3 +224,16 @@ def test_a_manifest_that_promises_something_else_is_refused(
 def test_policy_names_that_are_no_file_names_are_refused(policy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy name"):
         _publisher(tmp_path, policy)
+
+
+def test_what_predecessors_left_goes_unless_it_is_kept(tmp_path: Path) -> None:
+    dead = _publisher(tmp_path / "w")
+    others = [_publish(dead, version, {"w": torch.full((2,), float(version))}) for version in (1, 2, 3)]
+    foreign = _publish(_publisher(tmp_path / "w", "checker"))
+    heir = _publisher(tmp_path / "w")
+    newest = _publish(heir, 3, {"w": torch.zeros(2)})
+    heir.keep([others[1].checksum, newest.checksum])
+    assert [Path(m.path).exists() for m in (*others, newest, foreign)] == [False, True, False, True, True]
+    heir.release(2)
+    heir.close()
+    assert [Path(m.path).exists() for m in (others[1], newest, foreign)] == [False, False, True]

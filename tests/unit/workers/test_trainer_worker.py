@@ -19,6 +19,7 @@ from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
     Failed,
+    KeepVersions,
     PolicySpec,
     ReleaseVersion,
     SaveCheckpoint,
@@ -141,6 +142,7 @@ def test_a_trainer_whose_replay_fails_goes_back_to_its_checkpoint(driver: Driver
         [batch(2), damaged, batch(4), SaveCheckpoint("solver", 2), BeginLineage("solver", 1)], batch(2, lineage=1)
     )
     assert [message.command for message in again.of(Failed)] == ["train_step", "train_step", "save_checkpoint"]
+    assert f"a step before it failed: {again.of(Failed)[0].error}" in again.of(Failed)[1].error
     restored, back = again.of(TrainerReady)
     assert (restored.step, back.step, back.base_lineage, back.manifest.lineage) == (1, 1, 0, 1)
     assert back.manifest.checksum == restored.manifest.checksum == saved.checksum
@@ -210,3 +212,49 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_the_next_one_tried(
     assert failed.command == "save_checkpoint" and "No space left" in failed.error
     assert [done.step for done in driver.of(StepDone)] == [1, 2]
     assert [saved.step for saved in driver.of(CheckpointSaved)] == [2]
+
+
+def test_a_release_that_came_behind_a_step_makes_room_for_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        "wingbeat.weights.publish.shutil.disk_usage",
+        lambda path: Disk(1, 1, 0) if len(list(Path(path).glob("*.safetensors"))) > 1 else usage(path),
+    )
+    driver.on_sleep = lambda: pytest.fail("there is room once the release is heeded")
+    driver.play([batch(1)], [batch(2), ReleaseVersion("solver", 0)], [batch(3), ReleaseVersion("solver", 1)])
+    assert [done.step for done in driver.of(StepDone)] == [1, 2, 3] and driver.of(Failed) == []
+
+
+def test_steps_that_are_queued_do_not_fill_the_folder(driver: Driver) -> None:
+    """A replay: control releases each repeated version as it hears of it, behind all the steps that it sent."""
+    counts: list[int] = []
+
+    def files() -> list[Path]:
+        return list(Path(driver.of(TrainerReady)[0].manifest.path).parent.glob("*.safetensors"))
+
+    play = iter([[driver._welcome], [batch(step) for step in range(1, 6)], None])
+
+    def receive(*, block: bool) -> list[Inbound]:
+        if driver.of(TrainerReady):
+            counts.append(len(files()))
+        if not block:
+            return [ReleaseVersion("solver", len(driver.of(StepDone)) - 1)]
+        turn = next(play)
+        return [Shutdown()] if turn is None else turn
+
+    driver.worker.run(receive)
+    assert len(driver.of(StepDone)) == 5 and max(counts) == 2
+
+
+def test_what_the_trainer_holds_is_never_released(driver: Driver) -> None:
+    play = iter([[driver._welcome], [batch(1)], [ReleaseVersion("solver", 1), KeepVersions("solver", ())], None])
+    left: list[str] = []
+
+    def receive(*, block: bool) -> list[Inbound]:
+        turn = next(play) if block else []
+        if turn is None:
+            left.extend(path.name for path in Path(driver.of(StepDone)[0].manifest.path).parent.iterdir())
+        return [Shutdown()] if turn is None else turn
+
+    driver.worker.run(receive)
+    assert left == [Path(driver.of(StepDone)[0].manifest.path).name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -105,6 +107,15 @@ class SourceConfig(Section):
         return self
 
 
+def ratios_fault(left_out: str, unknown: Sequence[str]) -> str:
+    """What is wrong with ratios that have no share for a configured source, which a misspelt one may be."""
+    near = difflib.get_close_matches(left_out, unknown, n=1, cutoff=0.5)
+    if near:
+        return f"`ratios` name {near[0]!r}, which is no source; did you mean {left_out!r}?"
+    also = f" (they name {unknown[0]!r}, which is none of the configuration)" if unknown else ""
+    return f"`ratios` leave out the source {left_out!r}{also}: give it a share, 0 to deal none of it, or take it out"
+
+
 class TasksConfig(Section):
     """Where tasks come from: an environment or a Python file, or several of them."""
 
@@ -115,7 +126,8 @@ class TasksConfig(Section):
     )
     ratios: dict[str, float] = Field(
         default={},
-        description="Shares of the training groups by task source, which sum to 1; unset: by the number of tasks.",
+        description="Shares of the training groups by task source, which sum to 1; 0 deals none of it. Unset: by the"
+        " number of tasks.",
     )
     epochs: int | None = Field(
         default=None, ge=1, description="Times that each task is dealt; then its source is exhausted. Unset: no limit."
@@ -129,7 +141,8 @@ class TasksConfig(Section):
         if self.sources and (self.environment is not None or self.file is not None):
             raise ValueError("set `environment` or `file`, or several [tasks.sources.NAME], not both")
         if self.sources and self.ratios and (left_out := sorted(set(self.sources) - set(self.ratios))):
-            raise ValueError(f"`ratios` leave out the source {left_out[0]!r}: give it a share, or take it out")
+            unknown = sorted(set(self.ratios) - set(self.sources))
+            raise ValueError(ratios_fault(left_out[0], unknown))
         return self
 
     @model_validator(mode="after")
@@ -142,9 +155,9 @@ class TasksConfig(Section):
 
     @model_validator(mode="after")
     def _ratios_are_shares(self) -> TasksConfig:
-        if self.ratios and (abs(sum(self.ratios.values()) - 1.0) > 1e-6 or min(self.ratios.values()) <= 0):
+        if self.ratios and (not abs(sum(self.ratios.values()) - 1.0) <= 1e-6 or not min(self.ratios.values()) >= 0):
             shown = ", ".join(f"{source} = {share:g}" for source, share in self.ratios.items())
             raise ValueError(
-                f"`ratios` must be above 0 and sum to 1, got {shown}, which sums to {sum(self.ratios.values()):g}"
+                f"`ratios` must be 0 or more and sum to 1, got {shown}, which sums to {sum(self.ratios.values()):g}"
             )
         return self

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from wingbeat.core.config.faults import explain
 from wingbeat.core.config.schema import Config
 from wingbeat.core.errors import ConfigError
 
@@ -82,39 +82,7 @@ def validate_config(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(dict(fault)) for fault in error.errors())) from error
-
-
-def _explain(fault: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        known = _known_keys(fault["loc"][:-1])
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key `{where}`; {hint}"
-    if fault["type"] == "missing":
-        return f"`{where}` is missing"
-    got = fault.get("input")
-    shown = f" (got {got!r})" if not isinstance(got, dict) else ""
-    return f"`{where}`: {fault['msg']}{shown}" if where else f"{fault['msg']}{shown}"
-
-
-def _known_keys(location: Sequence[Any]) -> list[str]:
-    """The field names of the section at a location of the schema."""
-    model: Any = Config
-    for part in location:
-        if isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
-            model = _section_type(model.model_fields[part].annotation)
-        # a key of a dict of sections ("policies.NAME") keeps the section type
-    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def _section_type(annotation: Any) -> Any:
-    """The section inside ``X``, ``X | None`` or ``dict[str, X]``."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return annotation
+        raise ConfigError(explain(map(dict, error.errors()), root=Config)) from error
 
 
 def dump_toml(config: Config) -> str:

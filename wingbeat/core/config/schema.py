@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from wingbeat.core.config.dataflow import DataflowConfig, TasksConfig
 from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.section import Section
-from wingbeat.core.config.trainer import LoraConfig, TrainerConfig
+from wingbeat.core.config.trainer import WITHOUT_GROUP_BASELINE, LoraConfig, TrainerConfig
 
 
 class RunConfig(Section):
@@ -81,6 +81,19 @@ class PolicyConfig(Section):
     )
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = Field(default=None, description="Set to train adapters; unset trains all weights.")
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> PolicyConfig:
+        """A key that would change nothing is a misunderstanding: refuse it."""
+        if self.snapshot_of is None and self.snapshot_every != type(self).model_fields["snapshot_every"].default:
+            raise ValueError("`snapshot_every` is of `snapshot_of`, which is unset: set it, or leave both out")
+        defaults = TrainerConfig()
+        changed = [key for key in TrainerConfig.model_fields if getattr(self.trainer, key) != getattr(defaults, key)]
+        if changed and not self.trainable:
+            raise ValueError(
+                f"`trainer.{changed[0]}` is of training, and `trainable` is false: leave `trainer` out, or let it train"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -161,6 +174,32 @@ class Config(Section):
         for name in self.policies:
             if not name or any(c in name for c in ":@/ "):
                 raise ValueError(f"policy name {name!r} must be non-empty without ':', '@', '/' or spaces")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_split(self) -> Config:
+        for name, policy in self.policies.items():
+            parts, groups = policy.trainer.updates_per_batch, self.dataflow.groups_per_step
+            if policy.trainable and parts > groups:
+                raise ValueError(
+                    f"policies.{name}.trainer.updates_per_batch: the batch is split by group, and"
+                    f" dataflow.groups_per_step = {groups}; expected at most {groups}, got {parts}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> Config:
+        """A group of one is its own mean: every advantage would be 0, without any error."""
+        if self.dataflow.group_size > 1:
+            return self
+        for name, policy in self.policies.items():
+            if policy.trainable and not policy.trainer.learns_from_groups_of_one:
+                free = ", ".join(sorted(WITHOUT_GROUP_BASELINE))
+                raise ValueError(
+                    f"policies.{name}.trainer.algorithm: {policy.trainer.algorithm} compares the episodes of a group,"
+                    " and with dataflow.group_size = 1 it would train nothing: set group_size to 2 or more, or use an"
+                    f" algorithm without a baseline per group ({free})"
+                )
         return self
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ class CriticConfig(Section):
     )
     value_clip: PositiveFloat | Literal["unlimited"] = Field(
         default=0.2,
-        description="Values gain nothing by moving further than this from those at the step's start, by several updates.",
+        description="Values gain nothing by moving further than this from the step's start, in several updates.",
     )
     updates_per_batch: int = Field(
         default=1, ge=1, description="Updates of the value model per step, each over the whole batch."
@@ -250,8 +250,8 @@ class TrainerConfig(Section):
             and (self.clip_low is not None or self.clip_high is not None)
         ):
             raise ValueError(
-                "decoupled_ppo clips what the updates of one batch move, and with updates_per_batch = 1 there is nothing"
-                " to clip: leave clip_low and clip_high unset, or set updates_per_batch above 1"
+                "decoupled_ppo clips what the updates of one batch move, and with updates_per_batch = 1 there is"
+                " nothing to clip: leave clip_low and clip_high unset, or set updates_per_batch above 1"
             )
         if algorithm != "sapo" and (self.sapo_tau_positive, self.sapo_tau_negative) != (1.0, 1.05):
             raise ValueError(
@@ -333,6 +333,15 @@ class TrainerConfig(Section):
         """
         penalised = self.kl_coef > 0 and self.kl_in == "reward"  # unequally, whatever was earned
         return self.algorithm in WITHOUT_GROUP_BASELINE or self.sft_coef > 0 or penalised
+
+    @property
+    def learns_from_groups_of_one(self) -> bool:
+        """Whether a group of one member has something to teach.
+
+        Not by a penalty in its reward, which has nothing to be compared with either; `step_groups` also compares the
+        turns of one episode that saw the same.
+        """
+        return self.algorithm in WITHOUT_GROUP_BASELINE or self.sft_coef > 0 or self.credit == "step_groups"
 
     @property
     def kl_estimator_or_default(self) -> Literal["k1", "k2", "k3"]:

@@ -69,7 +69,7 @@ def apply_operator(operator: Operator[Any], group: ReadyGroup, *, version: int, 
 
 def _of_episode(operator: Operator[Any], episode: EpisodeView, view: GroupView) -> Decision | None:
     decision = operator.on_episode(episode, view)
-    if decision is not None and _checked(decision).episode != episode.key:
+    if decision is not None and _checked(decision, view.policy).episode != episode.key:
         raise OperatorFault(f"on_episode was asked about {_name(episode.key)} and decided about another one")
     return decision
 
@@ -82,7 +82,7 @@ def decide(group: ReadyGroup, decisions: Iterable[Decision], *, label: str) -> A
     drops: dict[EpisodeKey, str] = {}
     shapes: dict[EpisodeKey, Mapping[str, float]] = {}
     for decision in decisions:
-        key = _checked(decision).episode
+        key = _checked(decision, group.policy).episode
         if key not in agents:
             raise OperatorFault(f"a decision names {_name(key)}, which is no episode of group {group.group_id}")
         if key in drops or key in shapes:
@@ -123,7 +123,7 @@ def _shaped(member: EpisodeSamples, amounts: Mapping[str, float]) -> EpisodeSamp
     return shaped
 
 
-def _checked(decision: object) -> Decision:
+def _checked(decision: object, policy: str) -> Decision:
     """Decisions come from code of users': look before trusting."""
     if isinstance(decision, Drop):
         if not isinstance(decision.reason, str) or not 0 < len(decision.reason.strip()) <= MAX_REASON:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -132,7 +132,8 @@ def _checked(decision: object) -> Decision:
     if isinstance(decision, Shape):
         for agent, amount in decision.amounts.items():
             if not isinstance(amount, int | float) or not math.isfinite(amount):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise OperatorFault(f"expected a finite number to add to the reward of {agent!r}, got {amount!r}")
+                whose = agent or policy
+                raise OperatorFault(f"expected a finite number to add to the reward of {whose!r}, got {amount!r}")
         return decision
     raise OperatorFault(f"expected episode.drop(...), episode.shape(...) or nothing, got {decision!r}")
 

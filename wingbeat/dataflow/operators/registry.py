@@ -56,6 +56,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"mix": "tasks are mixed where they are dealt: set `[tasks] ratios`, the shares of the sources"}
 )
 """Names that people try, and what does it here."""
+HOOKS = ("should_issue", "observe", "on_episode", "on_group", "on_version", "compose")
+"""The methods that make an operator do something; the others only tell of it."""
 
 
 def build_chain(
@@ -163,7 +165,18 @@ def _load(use: str, config_dir: Path | None) -> type[Operator[Any]]:
     if not _is_operator(kind):
         raise ConfigError(f"{use} must be a class that extends wingbeat.dataflow.operators.Operator, got {kind!r}")
     assert isinstance(kind, type)
+    _check_hooks(use, kind)
     return kind
+
+
+def _check_hooks(use: str, kind: type[Operator[Any]]) -> None:
+    """Raises ConfigError for an operator that would do nothing: most likely a hook's name is misspelt."""
+    if any(getattr(kind, hook) is not getattr(Operator, hook) for hook in HOOKS):
+        return
+    own = [name for name in dir(kind) if not name.startswith("__") and not hasattr(Operator, name)]
+    pairs = ((name, difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.6)) for name in own)
+    meant = next((f" did you mean {near[0]!r} where it has {name!r}?" for name, near in pairs if near), "")
+    raise ConfigError(f"{use} overrides no hook, so it would do nothing;{meant} hooks are {', '.join(HOOKS)}")
 
 
 def _is_operator(value: object) -> bool:

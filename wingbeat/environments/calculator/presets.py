@@ -26,8 +26,6 @@ class DemoPreset:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     updates_per_batch: int = 1
     max_staleness: int = 2
     temperature: float = 1.0
