@@ -3,14 +3,15 @@
 **The bound.**  Whatever the schedule, a run takes at least as long as each of these, so at least as long as the
 longest:
 
-    cores     the CPU seconds of both trainers and of the engine, divided by the cores they share
+    cores     the CPU seconds of all processes, divided by the cores they share
     trainer   for either policy: until ``groups_per_step`` groups have waited for their tools there is no batch,
               and then its steps follow one another
     tail      the tools of the slowest group, then the step that trains it
 
 CPU seconds are the least that any mode needed, process by process: what a mode spends beyond that (keys and values
-computed again after an update, caches shared with a neighbour) counts against it.  Control and the agent's client count
-against it altogether, as the bound leaves them out, and so does the restraint that staleness demands.
+computed again after an update, caches shared with a neighbour) counts against it, and so does the restraint that
+staleness demands.  ``compute`` is ``cores`` without control and the agent's client: what is left of the bound for who
+thinks that these should cost nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Bound:
     cores: float
     trainer: float
     tail: float
+    compute: float
+    """Of engine and trainers alone; never above ``cores``, so no part of the bound."""
 
     @property
     def seconds(self) -> float:
@@ -55,13 +58,14 @@ class Interval:
 
 def work_bound(runs: Sequence[TeamRun], work: Work, *, cores: int) -> Bound:
     """Of the runs of one seed, one for each mode; ``cores`` is what all processes share."""
-    needed = {name: min(run.cpu_s[name] for run in runs) for name in (ENGINE, *map(trainer_name, POLICIES))}
+    needed = {name: min(run.cpu_s[name] for run in runs) for name in runs[0].cpu_s}
     paths = sorted(runs[0].group_paths_s)
     steps_s = [needed[trainer_name(policy)] for policy in POLICIES]
     return Bound(
         cores=sum(needed.values()) / cores,
         trainer=paths[work.groups_per_step - 1] + max(steps_s),
         tail=paths[-1] + max(steps_s) / work.steps,
+        compute=(needed[ENGINE] + sum(steps_s)) / cores,
     )
 
 

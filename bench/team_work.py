@@ -48,13 +48,13 @@ TEMPLATE = (
 class Work:
     """How much there is to do; the same in all modes."""
 
-    steps: int = 32
+    steps: int = 16
     """Optimiser steps of each policy."""
-    groups_per_step: int = 4
+    groups_per_step: int = 8
     group_size: int = 4
     max_staleness: int = 5
     """Of the asynchronous modes."""
-    time_scale: float = 1 / 30
+    time_scale: float = 1 / 15
     """Real seconds per second of :data:`MIXTURE`."""
     reply_tokens: int = 4
     task_chars: int = 48

@@ -157,9 +157,10 @@ def team_run(mode: str, *, seed: int = 0, wall_s: float = 10.0, trainer_s: float
 
 def test_the_bound_counts_the_least_that_any_mode_needed() -> None:
     runs = [team_run("sync", trainer_s=5.0), team_run("ours", trainer_s=6.0)]
-    # 3 + 5 + 4 CPU seconds on two cores; 0.5 s until two groups are there, then 5 s of steps; 4 s, then one of 2 steps
-    assert work_bound(runs, WORK, cores=2) == Bound(cores=6.0, trainer=5.5, tail=6.5)
-    assert work_bound(runs, WORK, cores=1).seconds == 12.0
+    # 1 + 0.5 + 3 + 5 + 4 CPU seconds on two cores, 12 of them compute; 0.5 s until two groups are there, then 5 s of
+    # steps; 4 s, then one of 2 steps
+    assert work_bound(runs, WORK, cores=2) == Bound(cores=6.75, trainer=5.5, tail=6.5, compute=6.0)
+    assert work_bound(runs, WORK, cores=1).seconds == 13.5
 
 
 def test_a_trainer_idles_when_it_is_not_in_a_step() -> None:
@@ -185,7 +186,8 @@ def test_the_report_has_every_key_and_judges_ours() -> None:
     summary = report(runs, WORK, cores=2)
     assert summary["wall_s"] == {"sync": 30.0, "barrier": 12.0, "ours": 8.0}
     assert summary["speedup_over_sync"] == 3.75
-    assert summary["vs_bound"] == round(7.0 / 8.0, 3)
+    assert summary["vs_bound"] == round(7.75 / 8.0, 3)
+    assert summary["vs_bound_compute"] == round(7.0 / 8.0, 3)
     assert summary["trainer_idle_share"] == 0.25
     assert summary["final_reward"] == {"sync": 0.905, "barrier": 0.905, "ours": 0.905}
     assert summary["final_reward_difference"]["ours_minus_sync"]["mean"] == 0.0
@@ -216,5 +218,8 @@ def test_a_quick_run_reports_what_the_bench_promises() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary.keys() >= {"wall_s", "speedup_over_sync", "final_reward", "vs_bound", "trainer_idle_share"}
     assert summary["wall_s"].keys() == {"sync", "barrier", "ours"}
-    assert len(set(summary["episodes"].values())) == 1, "all modes did the same work"
+    needed = QUICK.steps * QUICK.groups_per_step * QUICK.group_size
+    assert summary["episodes"]["ours"] == needed
+    # A policy held at a barrier may admit more than it needs, so that the one it waits for gets its groups.
+    assert all(episodes >= needed for episodes in summary["episodes"].values())
     assert summary["staleness_max"]["sync"] == 0 < summary["staleness_max"]["ours"] <= QUICK.max_staleness
