@@ -96,21 +96,12 @@ def mask_sample(sample: TrainingSample, *, oldest: int) -> TrainingSample:
     )
 
 
-def rebase_group(group: ReadyGroup, *, highest: int) -> ReadyGroup:
-    """The group after a rollback to version ``highest``.
+def rebase_member(member: EpisodeSamples, *, highest: int) -> EpisodeSamples:
+    """The member after a rollback to version ``highest``; returned as it is where nothing changes.
 
     Versions above it belong to a lineage that no longer counts; as far as age goes, what they sampled is as
     old as the last version that both lineages share.
     """
-    return replace(
-        group,
-        floor_version=min(group.floor_version, highest),
-        members=tuple(rebase_member(member, highest=highest) for member in group.members),
-    )
-
-
-def rebase_member(member: EpisodeSamples, *, highest: int) -> EpisodeSamples:
-    """The same for one member; returned as it is where nothing changes."""
     samples = tuple(_rebase_sample(sample, highest=highest) for sample in member.samples)
     return msgspec.structs.replace(member, samples=samples) if samples != member.samples else member
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
-from wingbeat.dataflow.aging import drop_over_age, mask_over_age, mask_sample, rebase_group, rebase_member
+from wingbeat.dataflow.aging import drop_over_age, mask_over_age, mask_sample, rebase_member
 from wingbeat.dataflow.records import ReadyGroup
 
 
@@ -127,9 +127,7 @@ def test_masking_keeps_exactly_the_tokens_in_time(make, all_versions, version, b
 
 
 def test_a_rollback_makes_what_later_versions_sampled_as_old_as_the_common_one():
-    rebased = rebase_group(group(member(partial_rollout())), highest=5)
-    assert rebased.floor_version == 4
-    assert rebased.members[0].samples[0].versions_T.tolist() == [-1, -1, 4, 4, 5, -1, 5, 5]
-    assert rebase_group(group(), highest=3).floor_version == 3
+    rebased = rebase_member(member(partial_rollout()), highest=5)
+    assert rebased.samples[0].versions_T.tolist() == [-1, -1, 4, 4, 5, -1, 5, 5]
     unchanged = member(partial_rollout())
     assert rebase_member(unchanged, highest=7) is unchanged
