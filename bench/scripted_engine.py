@@ -138,6 +138,8 @@ class ScriptedEngine:
         self._steps: dict[str, int] = {}
         self._lineages: dict[str, tuple[int, int]] = {}
         """Per policy that it trains: the lineage of its weights, and the one on which that is based."""
+        self._last_done: dict[str, StepDone] = {}
+        """Said again after a reconnection, as a trainer says it: control may not have lived to hear it."""
         self._released: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -252,9 +254,12 @@ class ScriptedEngine:
                 self._lineages[batch.policy] = (batch.lineage, batch.lineage)
                 manifest = self._manifest(link.specs[batch.policy])
                 metrics = self.step_metrics(batch)
-                link.send(StepDone(batch.policy, batch.batch_id, batch.step, manifest, metrics, {}, 0.0, 0.0))
+                done = StepDone(batch.policy, batch.batch_id, batch.step, manifest, metrics, {}, 0.0, 0.0)
+                self._last_done[batch.policy] = done
+                link.send(done)
             case BeginLineage(policy=policy, lineage=lineage):
                 self._lineages[policy] = (lineage, self._lineages.get(policy, (0, 0))[0])
+                self._last_done.pop(policy, None)
                 link.send(self._ready(link.specs[policy]))
             case SaveCheckpoint(policy=policy) | Export(policy=policy):
                 command = "save_checkpoint" if isinstance(message, SaveCheckpoint) else "export"
@@ -271,6 +276,8 @@ class ScriptedEngine:
                 self._vocabularies[spec.name] = Vocabulary(spec)
             if link.register.role == "trainer":
                 link.send(self._ready(spec))
+                if spec.name in self._last_done:
+                    link.send(self._last_done[spec.name])
 
     def _ready(self, spec: PolicySpec) -> TrainerReady:
         base_lineage = self._lineages.get(spec.name, (0, 0))[1]

@@ -30,7 +30,7 @@ async def test_without_replay_training_completes_in_a_new_lineage(models: Path, 
         tmp_path,
         models,
         run__steps=STEPS,
-        policies__solver__trainer__checkpoint_every=3,
+        policies__solver__trainer__checkpoint_every=1000,  # whenever the trainer is killed, steps are lost
         policies__solver__trainer__replay=False,
         eval__at_end=False,
     )
@@ -44,7 +44,7 @@ async def test_without_replay_training_completes_in_a_new_lineage(models: Path, 
         await eventually(began, what="the new lineage")
         (lineage,) = server.events_named("lineage_began")
         assert (lineage["lineage"], lineage["reason"]) == (1, "replay is off")
-        assert lineage["base_step"] % 3 == 0 and lineage["lost_steps"] >= 1
+        assert lineage["base_step"] == 0 and lineage["lost_steps"] >= 5
         before = len(server.events())
         await until_step(server, lineage["base_step"] + 2, after=before)
         async with Api(server) as api:
