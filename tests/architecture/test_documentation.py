@@ -16,7 +16,9 @@ from wingbeat.core.config.load import validate_config
 from wingbeat.dataflow.records import DropReason
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.routes_calls import ROUTES
-from wingbeat.server.routes_episodes import episode_routes, run_routes
+from wingbeat.server.routes_episodes import episode_routes
+from wingbeat.server.routes_run import run_routes
+from wingbeat.server.routes_tasks import task_routes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -85,7 +87,7 @@ def test_every_route_is_in_the_reference() -> None:
     page = _text(DOCS / "reference" / "http-api.md")
     lines = [f"`{route.method} {route.path}`" for route in ROUTES]
     unused: Any = None  # the routes are only listed here, never called
-    for router in (episode_routes(unused, unused), run_routes(unused, unused)):
+    for router in (episode_routes(unused, unused), task_routes(unused, unused), run_routes(unused, unused)):
         for route in router.routes:
             lines += [f"`{method} {getattr(route, 'path_format', '')}`" for method in getattr(route, "methods", ())]
     missing = [line for line in lines if line not in page]

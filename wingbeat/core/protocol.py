@@ -10,11 +10,19 @@ from pydantic_core import PydanticCustomError
 
 from wingbeat.core.types import Outcome, Split
 
+PROTOCOL_HEADER = "x-wingbeat-protocol"
+"""A client sends the versions that it speaks (``"1"``, ``"1-2"``), the server the one that it answers in."""
+PROTOCOL_VERSIONS = (1, 1)
+"""The oldest and the newest version of this contract that this release speaks."""
+CLIENT_HEADER = "x-wingbeat-client"
+"""Who calls, in calls without a body that says so (``client_id``)."""
 MAX_GROUP_SIZE = 1024
 MAX_PAYLOAD_DEPTH = 64
 MAX_NAME = 200
 """Characters of an identifier."""
 
+CodeDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
+"""Names the code that runs an episode (hexadecimal digest of its files); "" where nobody says."""
 Identifier = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Number = Annotated[FiniteFloat, Strict()]
 """A finite JSON number; neither true nor "1.0" is one."""
@@ -141,6 +149,8 @@ class LeaseRequest(Wire):
     splits: list[Split] = [Split.TRAIN, Split.EVAL]
     wait_s: float = Field(default=30.0, ge=0, le=30)
     client_id: str = Field(default="", max_length=200)
+    code: CodeDigest = ""
+    label: str = Field(default="", max_length=200)
     sources: list[Identifier] | None = Field(default=None, min_length=1, max_length=1000)
     """The task sources that this client can run; None: all."""
 
@@ -174,7 +184,15 @@ class BeginRequest(Wire):
     policies: list[str] | None = None
     """``"solver"`` follows the live weights, ``"solver@12"`` pins a version (eval only). None = all."""
     label: str = Field(default="", max_length=200)
+    """Names a variant of the agent, for people and for comparison; under a lease, "" takes the lease's."""
+    client_id: str = Field(default="", max_length=200)
+    """Whose quota it counts against; under a lease, "" takes the lease's."""
+    code: CodeDigest = ""
+    """Under a lease, "" takes the lease's."""
     idle_timeout_s: float | None = Field(default=None, gt=0, le=86400)
+    tentative_s: float | None = Field(default=None, gt=0, le=300)
+    """Begin on trial, as one server of several: unless it is confirmed within so many seconds, the attempt lapses
+    and uses up nothing."""
 
 
 class BeginReply(Wire):
@@ -199,6 +217,15 @@ class Rewards(Wire):
     turns: dict[str, Number] = {}
 
 
+class TransactionModel(Wire):
+    """What makes a finish the first phase of two: it is durable, and counts once the transaction is committed."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")
+    """Random, chosen by the client: whoever knows it may decide."""
+    decider: str = Field(default="", max_length=2000)
+    """Address of the server whose decision counts; "": this one's."""
+
+
 class FinishRequest(Wire):
     """``POST /api/episodes/{id}/finish``.  A bare number as ``rewards`` goes to every policy."""
 
@@ -206,6 +233,7 @@ class FinishRequest(Wire):
     rewards: Number | Rewards = Rewards()
     metrics: dict[str, Number] = {}
     message: str = Field(default="", max_length=10_000)
+    transaction: TransactionModel | None = None
 
 
 class FinishReply(Wire):
@@ -244,7 +272,11 @@ class EpisodeReply(Wire):
     num_turns: int
     num_sampled_tokens: int
     label: str
+    client_id: str = ""
+    code: str = ""
     outcome: Outcome | None = None
+    message: str = ""
+    """Why it ended so, as whoever ended it said."""
 
 
 class PolicyReply(Wire):

@@ -28,7 +28,9 @@ from wingbeat.server.routes_calls import (
     refuse_other_origins,
     without_key,
 )
-from wingbeat.server.routes_episodes import episode_routes, run_routes
+from wingbeat.server.routes_episodes import episode_routes
+from wingbeat.server.routes_run import run_routes
+from wingbeat.server.routes_tasks import task_routes
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ def _api(control: Control, keys: RoleKeys) -> FastAPI:
 
     app = FastAPI(title="Wingbeat", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(episode_routes(control, keys))
+    app.include_router(task_routes(control, keys))
     app.include_router(run_routes(control, keys))
 
     @app.websocket("/worker/v1")

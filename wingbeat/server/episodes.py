@@ -79,6 +79,10 @@ class OpenEpisode:
     last_seen: float
     """Monotonic."""
     graph: EpisodeGraph
+    client: str = ""
+    """Whose quota it counts against: the id of the caller's key, else what the client calls itself."""
+    code: str = ""
+    """Digest of the agent's code, where its client says."""
     state: EpisodeState = EpisodeState.OPEN
     has_heartbeat: bool = False
     calls: set[asyncio.Task[object]] = field(default_factory=set)

@@ -12,7 +12,7 @@ from wingbeat.core.protocol import BeginRequest, FinishRequest, LeaseRequest, Ta
 from wingbeat.server.dialects.chat import CHAT
 from wingbeat.server.dialects.messages import MESSAGES
 from wingbeat.server.routes_calls import base_url_hint, dialect_of
-from wingbeat.server.routes_episodes import parse
+from wingbeat.server.bodies import parse
 
 
 @pytest.mark.parametrize(

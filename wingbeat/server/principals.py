@@ -1,0 +1,56 @@
+"""Who is calling, and what that role may do.
+
+::
+
+    admin     everything
+    client    runs agents: leases, begins and ends episodes, announces its tasks, reads status, policies and mixing
+    worker    /worker/v1 only
+    collect   an application whose conversations are recorded: model calls, and feedback on its own episodes
+    episode   model calls, heartbeat, finish, abort and state of one attempt (issued by begin, never in the key file)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a key is for."""
+
+    ADMIN = "admin"
+    CLIENT = "client"
+    WORKER = "worker"
+    COLLECT = "collect"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The caller of a request, as its key says."""
+
+    role: Role
+    key_id: str = ""
+    """Of the key file; "" for the keys of the configuration, and where no key is needed."""
+    name: str = ""
+    """What people call the key."""
+    train: bool = False
+    """Role ``collect``: whether its conversations may train."""
+    policies: tuple[str, ...] = ()
+    """Role ``collect``: the policies that it may call; () means all."""
+
+    def client(self, client_id: str) -> str:
+        """Whose quota a request counts against: a key's own, where it is one of several, else the client's word."""
+        return self.key_id or client_id
+
+
+MAY_ADMINISTRATE = frozenset({Role.ADMIN})
+MAY_RUN_AGENTS = frozenset({Role.ADMIN, Role.CLIENT})
+MAY_WORK = frozenset({Role.WORKER})
+
+NEEDED: Mapping[frozenset[Role], str] = {
+    MAY_ADMINISTRATE: "an admin key",
+    MAY_RUN_AGENTS: "a client key or an admin key",
+    MAY_WORK: "the worker key",
+}
+"""In messages."""
