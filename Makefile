@@ -22,7 +22,7 @@ TORCH_STAMP := $(if $(TORCH_INDEX),$(STAMPS)/torch-$(shell printf '%s' '$(TORCH_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install test test-unit test-integration fuzz lint format docs bench clean
+.PHONY: help demo install test test-unit test-integration fuzz lint audit format docs bench clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ lint: $(STAMPS)/dev ## Check style, formatting and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+audit: $(STAMPS)/dev ## Look the installed packages up among those with known faults, where the database can be reached.
+	bash .ci/audit $(VENV) $(PYTHON)
 
 format: $(STAMPS)/dev ## Rewrite the code in house format and apply the safe fixes.
 	$(BIN)/ruff format .

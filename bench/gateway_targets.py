@@ -19,7 +19,7 @@ from typing import Protocol
 
 from bench.conversations import MODEL, replies, write_word_model
 from bench.http_load import Connection, http_request
-from bench.scripted_server import OPENER, WITH_LIFELINE, ScriptedServer, scripted_config
+from bench.scripted_server import OPENER, WITH_LIFELINE, WORKER_KEY_VARIABLE, ScriptedServer, scripted_config
 from wingbeat.dataflow.ledger_reader import open_read_only
 
 LITELLM = "1.106.12"
@@ -132,10 +132,10 @@ def our_targets(folder: Path) -> Iterator[tuple[PlainTarget, OurTarget]]:
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
         server.start()
-        command = [sys.executable, "-m", "bench.scripted_engine", "--server", server.url, "--key", server.worker_key]
+        command = [sys.executable, "-m", "bench.scripted_engine", "--server", server.url]
         engine = subprocess.Popen(
             [*command, "--script", str(script), "--trainer", MODEL, "--direct"],
-            env={**os.environ, **WITH_LIFELINE},
+            env={**os.environ, **WITH_LIFELINE, WORKER_KEY_VARIABLE: server.worker_key},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -28,7 +28,7 @@ from bench.recorded import POLICY, merged_batch, num_tokens, num_trained, record
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 from wingbeat.tracking import ChatTemplate
 from wingbeat.tracking.serialize import dump_graph
 
@@ -107,7 +107,7 @@ def write_episode(ledger: Ledger, record: EpisodeRecord, *, settle: Callable[[Fu
         task = Task("bench", record.group_id, {"question": "how long does it take ?"})
         spec = GroupSpec(record.group_id, task, Split.TRAIN, GROUP_SIZE, (POLICY,), floor_version={POLICY: 0})
         settle(ledger.record_group(spec, episode_ids=ids))
-    settle(ledger.record_begin(record.episode_id, 1, group_id=record.group_id))
+    settle(ledger.record_begin(BeginRecord(record.episode_id, 1, group_id=record.group_id)))
     finish = ledger.record_finish(record)
     settle(finish)
     if place == GROUP_SIZE - 1:

@@ -114,9 +114,14 @@ class ScriptedEngine:
         worker_id: str = "scripted-0",
         trainer_of: Sequence[str] = (),
         direct: bool = False,
+        bounded: bool = False,
         keep_calls: int = 10_000,
     ) -> None:
-        """``trainer_of``: policies whose trainer this stands in for (a step is taken at once and changes nothing)."""
+        """``trainer_of``: policies whose trainer this stands in for (a step is taken at once and changes nothing).
+
+        ``bounded``: control gives it ``engine.max_running`` generations at once and queues the others, as it does
+        with engines that compute.
+        """
         self.script = as_script(script)
         """May be replaced at any time."""
         self.calls: list[ScriptedCall] = []
@@ -129,6 +134,7 @@ class ScriptedEngine:
         self._key = key
         self._worker_id = worker_id
         self._trainer_of = tuple(trainer_of)
+        self._bounded = bounded
         self._direct = DirectEndpoint(self._answer_direct) if direct else None
         self._keep_calls = keep_calls
         self._vocabularies: dict[str, Vocabulary] = {}
@@ -187,7 +193,10 @@ class ScriptedEngine:
                 await asyncio.gather(*links)
 
     async def _dial(self, role: Role, worker_id: str, policies: tuple[str, ...]) -> None:
-        register = Register(PROTOCOL_VERSION, role, worker_id, "scripted", os.getpid(), policies)
+        bounded = self._bounded and role == "engine"
+        register = Register(
+            PROTOCOL_VERSION, role, worker_id, "scripted", os.getpid(), policies, parallelism=1, bounded=bounded
+        )
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
             while True:
                 link = Link(register)

@@ -59,6 +59,8 @@ class ScriptedServer:
         self.run_dir.mkdir(parents=True)
         self.worker_key = config.server.worker_key or secrets.token_urlsafe(32)
         self.url = ""
+        self.local_url = ""
+        """As processes of this machine call it: without TLS."""
         self.process: subprocess.Popen[bytes] | None = None
         self.engine: ScriptedEngine
         """Set where :func:`scripted_server` runs one in this process."""
@@ -75,11 +77,14 @@ class ScriptedServer:
         """Start control and wait until it listens.  A second start continues the run, at the same address."""
         address = self.run_dir / "server.json"
         address.unlink(missing_ok=True)
-        config = self._config.model_dump(mode="json")
+        config = self._config.model_dump(mode="json") | {
+            "server": self._config.server.without_keys().model_dump(mode="json")
+        }
+        ports = {"local_port": int(self.local_url.rpartition(":")[2]) if self.local_url != self.url else 0}
         if self.url:
             config["server"]["port"] = int(self.url.rpartition(":")[2])
         launch = self.run_dir / "launch.json"
-        launch.write_text(json.dumps({"config": config, "models": self._models, "run_dir": str(self.run_dir)}))
+        launch.write_text(json.dumps({"config": config, "models": self._models, "run_dir": str(self.run_dir), **ports}))
         environment = {**os.environ, **WITH_LIFELINE, WORKER_KEY_VARIABLE: self.worker_key}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -91,7 +96,8 @@ class ScriptedServer:
                 start_new_session=True,
             )
         self._until(address.exists, "its address")
-        self.url = str(json.loads(address.read_bytes())["url"])
+        where = json.loads(address.read_bytes())
+        self.url, self.local_url = str(where["url"]), str(where["local_url"])
 
     def until_served(self) -> None:
         """Wait until every policy is served and every trainable one has its (scripted) trainer."""
@@ -100,8 +106,9 @@ class ScriptedServer:
     def _is_served(self) -> bool:
         key = self._config.server.admin_key
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        request = urllib.request.Request(f"{self.local_url}/api/policies", headers=headers)
         try:
-            with OPENER.open(urllib.request.Request(f"{self.url}/api/policies", headers=headers), timeout=5) as reply:
+            with OPENER.open(request, timeout=5) as reply:
                 policies = json.load(reply)
         except (urllib.error.URLError, OSError):
             return False
@@ -168,11 +175,13 @@ def scripted_server(
     template: str | None = None,
     context_tokens: int = 65_536,
     settings: Mapping[str, Any] | None = None,
+    bounded: bool = False,
 ) -> Iterator[ScriptedServer]:
     """A server whose policies all say what ``script`` says; train and eval episodes both work.
 
     ``model``: a folder with tokenizer and template; unset makes one under ``folder`` (see
-    :func:`write_model_folder`).  Leaving the context ends every process.
+    :func:`write_model_folder`).  ``bounded``: its engine runs ``engine.max_running`` calls at once.
+    Leaving the context ends every process.
     """
     model = model or write_model_folder(folder / "model", template=template)
     config = scripted_config(folder, settings or {}, model=model, context_tokens=context_tokens)
@@ -180,7 +189,9 @@ def scripted_server(
     trainable = [name for name, policy in config.policies.items() if policy.trainable]
     try:
         server.start()
-        with ScriptedEngine(server.url, server.worker_key, script, trainer_of=trainable) as engine:
+        with ScriptedEngine(
+            server.local_url, server.worker_key, script, trainer_of=trainable, bounded=bounded
+        ) as engine:
             server.engine = engine
             server.until_served()
             yield server

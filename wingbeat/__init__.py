@@ -9,13 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wingbeat.client import AsyncSwarm, Episode, Runner, Swarm, SyncEpisode, agent
+    from wingbeat.client import (
+        AsyncSwarm,
+        AsyncTeam,
+        Episode,
+        Runner,
+        Swarm,
+        SyncEpisode,
+        SyncTeamEpisode,
+        Team,
+        TeamEpisode,
+        agent,
+    )
     from wingbeat.core.types import Group, Outcome, Split, Task
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncSwarm",
+    "AsyncTeam",
     "Episode",
     "Group",
     "Outcome",
@@ -23,13 +35,17 @@ __all__ = [
     "Split",
     "Swarm",
     "SyncEpisode",
+    "SyncTeamEpisode",
     "Task",
+    "Team",
+    "TeamEpisode",
     "__version__",
     "agent",
 ]
 
 _HOMES = {
     "AsyncSwarm": "wingbeat.client",
+    "AsyncTeam": "wingbeat.client",
     "Episode": "wingbeat.client",
     "Group": "wingbeat.core.types",
     "Outcome": "wingbeat.core.types",
@@ -37,7 +53,10 @@ _HOMES = {
     "Split": "wingbeat.core.types",
     "Swarm": "wingbeat.client",
     "SyncEpisode": "wingbeat.client",
+    "SyncTeamEpisode": "wingbeat.client",
     "Task": "wingbeat.core.types",
+    "Team": "wingbeat.client",
+    "TeamEpisode": "wingbeat.client",
     "agent": "wingbeat.client",
 }
 

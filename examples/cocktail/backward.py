@@ -30,7 +30,7 @@ def tasks() -> list[Task]:
 @agent(sources=["backward"])
 async def solve(episode: Episode) -> float:
     entry = episode.task.payload["entry"]
-    client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, http_client=http, max_retries=4)
+    client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, http_client=http, max_retries=14)
     question = "backward " + "-".join(entry["metadata"]["word"])
     completion = await client.chat.completions.create(
         model=episode.model, messages=[{"role": "user", "content": question}], max_tokens=12

@@ -36,7 +36,7 @@ http = DefaultAioHttpClient()  # one pool of connections for all episodes
 
 @agent(sources=["sums"])
 async def solve(episode: Episode) -> float:
-    client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, http_client=http, max_retries=4)
+    client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, http_client=http, max_retries=14)
     messages: list = [{"role": "user", "content": episode.task.payload["question"]}]
     for _ in range(2):
         completion = await client.chat.completions.create(

@@ -10,8 +10,8 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 import wingbeat
 
 MOVES = (1, 2, 3)
-CONNECTIONS = AsyncOpenAI(base_url="http://unset", api_key="unset", http_client=DefaultAioHttpClient(), max_retries=4)
-"""One connection pool for all episodes of this process."""
+CONNECTIONS = AsyncOpenAI(base_url="http://unset", api_key="unset", http_client=DefaultAioHttpClient(), max_retries=14)
+"""One connection pool for all episodes of this process; its retries bridge a restart of the server of a minute."""
 
 
 @wingbeat.agent

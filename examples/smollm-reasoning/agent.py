@@ -24,7 +24,11 @@ _shared: dict[str, AsyncOpenAI] = {}
 def _client(episode: wingbeat.Episode) -> AsyncOpenAI:
     if episode.base_url not in _shared:
         _shared[episode.base_url] = AsyncOpenAI(
-            base_url=episode.base_url, api_key=episode.api_key, http_client=DefaultAioHttpClient(), timeout=600
+            base_url=episode.base_url,
+            api_key=episode.api_key,
+            http_client=DefaultAioHttpClient(),
+            timeout=600,
+            max_retries=14,  # bridges a restart of the server of a minute
         )
     return _shared[episode.base_url].with_options(api_key=episode.api_key)
 

@@ -13,12 +13,17 @@ from typer.main import get_command
 from wingbeat.cli.main import app
 from wingbeat.core import errors
 from wingbeat.core.config.load import validate_config
+from wingbeat.core.types import Cause
 from wingbeat.dataflow.records import DropReason
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.routes_calls import ROUTES
+from wingbeat.server.routes_collect import collect_routes
 from wingbeat.server.routes_episodes import episode_routes
+from wingbeat.server.routes_keys import key_routes
 from wingbeat.server.routes_run import run_routes
 from wingbeat.server.routes_tasks import task_routes
+from wingbeat.server.routes_teams import team_routes
+from wingbeat.server.routes_variants import variant_routes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -77,17 +82,27 @@ def test_every_command_and_option_is_in_the_reference() -> None:
     group: Any = get_command(app)
     for name, command in group.commands.items():
         assert f"`{name}`" in page, f"docs/reference/cli.md lacks the command {name}"
-        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        parts = [command, *getattr(command, "commands", {}).values()]
+        parameters = [parameter for part in parts for parameter in part.params]
+        options = {option for parameter in parameters for option in parameter.opts if option.startswith("--")}
         section = re.split(r"^## ", page.partition(f"\n## wingbeat {name}")[2], flags=re.MULTILINE)[0]
         missing = sorted(option for option in options - {"--help"} if f"`{option}" not in section)
         assert not missing, f"docs/reference/cli.md, {name}, lacks {', '.join(missing)}"
+
+
+def test_every_cause_is_in_the_reference() -> None:
+    page = _text(DOCS / "reference" / "http-api.md")
+    ends = page[page.index("#### How attempts end") :]
+    assert [cause for cause in Cause if f"`{cause}`" not in ends] == []
 
 
 def test_every_route_is_in_the_reference() -> None:
     page = _text(DOCS / "reference" / "http-api.md")
     lines = [f"`{route.method} {route.path}`" for route in ROUTES]
     unused: Any = None  # the routes are only listed here, never called
-    for router in (episode_routes(unused, unused), task_routes(unused, unused), run_routes(unused, unused)):
+    makers = (episode_routes, task_routes, run_routes, team_routes, variant_routes, collect_routes)
+    bound = [make(unused, unused) for make in makers]
+    for router in (*bound, key_routes(unused)):
         for route in router.routes:
             lines += [f"`{method} {getattr(route, 'path_format', '')}`" for method in getattr(route, "methods", ())]
     missing = [line for line in lines if line not in page]

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from harness import Answer, Api, Begun, Server, config_text, eventually, serving
 
+from wingbeat.server.key_file import KeyFile, NewKey
+from wingbeat.server.principals import Role
+
 ADMIN_KEY = "an-admin-key-of-this-test"
 
 
@@ -128,16 +131,108 @@ async def test_missing_workers_are_named(admin: Api, tight: Server) -> None:
     await finish_all(admin, await begin_pair(admin), (1.0, 0.0))
 
 
-async def test_admin_calls_need_the_admin_key(admin: Api) -> None:
+async def test_admin_calls_need_a_key_of_that_role(admin: Api) -> None:
     for key in ("wrong-admin-key-of-this-test", (pair := await begin_pair(admin))[0].key):
         for method, path in (("POST", "/api/episodes"), ("POST", "/api/tasks/lease"), ("POST", "/api/stop")):
             answer = await admin.call(method, path, {}, key=key)
-            answer.refused(401, "invalid_api_key", "needs the server's admin key")
+            answer.refused(401, "invalid_api_key", "admin key")
     foreign = await admin.call("POST", f"/api/episodes/{pair[0].id}/finish", {"rewards": 1.0}, key="wrong")
     foreign.refused(401, "invalid_api_key")
     by_admin = await admin.call("GET", f"/api/episodes/{pair[0].id}")
     assert by_admin.body["state"] == "open"
     await finish_all(admin, pair, (0.0, 1.0))
+
+
+# --- keys of the key file, and where plain keys may never be ------------------------------------------
+
+ROUTES: dict[tuple[str, str], set[str]] = {
+    ("POST", "/api/episodes"): {"admin", "client"},
+    ("GET", "/api/status"): {"admin", "client"},
+    ("GET", "/api/policies"): {"admin", "client"},
+    ("GET", "/metrics"): {"admin", "client"},
+    ("PUT", "/api/mixing"): {"admin"},
+    ("POST", "/api/evaluations"): {"admin"},
+    ("DELETE", "/api/tasks/none"): {"admin"},
+    ("GET", "/api/keys"): {"admin"},
+    ("DELETE", "/api/keys/key-000000000000"): {"admin"},
+}
+"""Who may call what; those that may get to the body, which is wrong."""
+
+
+@pytest.fixture(scope="module")
+def secrets_seen() -> set[str]:
+    """Every plain key that the tests of this server met."""
+    return {ADMIN_KEY}
+
+
+async def test_keys_of_the_file_do_what_their_role_says(admin: Api, tight: Server, secrets_seen: set[str]) -> None:
+    file = KeyFile(tight.run_dir.parent / "keys.json")
+    made = {role.value: file.create(NewKey(role, name=f"test-{role}")) for role in Role}
+    keys = {role: key for role, (_, key) in made.items()}
+    secrets_seen.update(keys.values())
+
+    async def known() -> bool:
+        return all([(await admin.call("GET", "/api/keys", key=key)).status != 401 for key in keys.values()])
+
+    await eventually(known, what="the server to see the new keys", timeout_s=5)
+    for (method, path), allowed in ROUTES.items():
+        for role, key in keys.items():
+            answer = await admin.call(method, path, {"nonsense": 1} if method in ("POST", "PUT") else None, key=key)
+            if role in allowed:
+                assert answer.status in (200, 400, 404), (path, role, answer)
+            else:
+                answer.refused(403, "permission_denied", f"yours is a{'n' * (role == 'admin')} {role} key")
+        assert (await admin.call(method, path, key="wb-client-unknown")).status == 401
+    listed = (await admin.call("GET", "/api/keys")).body
+    assert {key["state"] for key in listed} == {"active"} and not any(key in str(listed) for key in keys.values())
+    for body, told in (({"role": "boss"}, "role"), ({"role": "client", "train": True}, "collect keys"), ({}, "role")):
+        (await admin.call("POST", "/api/keys", body)).refused(400, "invalid_request", told)
+    by_http = (await admin.call("POST", "/api/keys", {"role": "client", "name": "by http", "expires_s": 3600})).body
+    secrets_seen.add(by_http["key"])
+    assert (await admin.call("GET", "/api/status", key=by_http["key"])).status == 200, "at once"
+    assert by_http["name"] == "by http" and by_http["expires_s"] - by_http["created_s"] == pytest.approx(3600)
+    record = made["client"][0]
+    assert (await admin.call("DELETE", f"/api/keys/{record.id}")).body["state"] == "revoked"
+    again = await admin.call("GET", "/api/status", key=keys["client"])
+    again.refused(401, "invalid_api_key", record.id, "was revoked")
+    assert (await admin.call("GET", "/api/keys", key=keys["admin"])).status == 200
+
+
+async def test_no_plain_key_is_at_rest_or_on_a_command_line(admin: Api, tight: Server, secrets_seen: set[str]) -> None:
+    episode = await begin_pair(admin)
+    joined = len(tight.events_named("engine_joined"))
+    engine = tight.pid("engine-0")
+    own = environment_of(engine)["WINGBEAT_WORKER_KEY"]
+    os.kill(engine, signal.SIGKILL)
+
+    async def back() -> bool:
+        return len(tight.events_named("engine_joined")) > joined
+
+    await eventually(back, what="the engine to come back with its key")
+    assert environment_of(tight.pid("control"))["WINGBEAT_WORKER_KEY"].startswith("sha256:")
+    found = {*secrets_seen, own, *(one.key for one in episode)}
+    assert all(len(secret) >= 16 for secret in found)
+    folder = tight.run_dir.parent.parent
+    files = [path for path in folder.rglob("*") if path.is_file() and path != folder / "config.toml"]
+    assert {"ledger.sqlite", "launch.json", "config.toml", "control.log", "keys.json"} <= {path.name for path in files}
+    for path in files:
+        data = path.read_bytes()
+        for secret in found:
+            assert secret.encode() not in data, f"a plain key in {path}"
+    for pid in tight.pids().values():
+        assert not any(secret in command_line_of(pid) for secret in found)
+    await finish_all(admin, episode, (0.0, 1.0))
+
+
+def command_line_of(pid: int) -> str:
+    """As everybody on the machine can read it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """As the system knows it; only the process's own user may read it."""
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
 
 
 async def test_a_client_may_stop_the_server(admin: Api, tight: Server) -> None:

@@ -61,7 +61,7 @@ async def test_kill_loses_no_turn_that_was_answered(tmp_path):
             assert ids[: len(heard)] == heard
             assert len(ids) <= len(heard) + 1, "at most the turn that was being answered is there, too"
         await asyncio.to_thread(server.start)
-        assert [captured(server, episode) for episode in episodes] == kept, "interrupted attempts keep their turns"
+        assert [captured(server, episode) for episode in episodes] == kept, "attempts that go on keep their turns"
 
 
 async def test_captured_turns_go_with_the_record(tmp_path):

@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
+
+from wingbeat.core.errors import SetupError
 
 DEFAULT_URL = "http://127.0.0.1:8321"
 
 ServerOption = Annotated[
     str, typer.Option("--server", "--url", envvar="WINGBEAT_URL", help="The server's URL, as `serve` prints it.")
 ]
+ServersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        "--url",
+        envvar="WINGBEAT_URL",
+        help=f"The server's URL, as `serve` prints it; unset: {DEFAULT_URL}. Several servers of one team, the leading"
+        " one first: NAME=URL (repeatable).",
+    ),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
-        "--key", envvar="WINGBEAT_KEY", show_envvar=True, help="The admin key, if the server has one (better: the env)."
+        "--key",
+        envvar="WINGBEAT_KEY",
+        show_envvar=True,
+        help="A client or admin key, if the server asks for one (better: the env).",
     ),
 ]
+
+NAMED = re.compile(r"([A-Za-z0-9_-]+)=(https?://.+)")
+
+
+def named_servers(given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
+    """A server's URL, or the servers of a team by name (of one of both, the other is empty).
+
+    Raises SetupError for a mixture, or a name that comes twice.
+    """
+    if not given:
+        return DEFAULT_URL, {}
+    found = [NAMED.fullmatch(text) for text in given]
+    if len(given) == 1 and found[0] is None:
+        return given[0], {}
+    servers = {match[1]: match[2] for match in found if match is not None}
+    if len(servers) < len(given):
+        raise SetupError(f"--server: expected one URL, or several different NAME=URL, got {', '.join(given)}")
+    return "", servers
+
+
+def keys_by_server(names: Iterable[str]) -> dict[str, str]:
+    """Of the servers of a team that have keys of their own: WINGBEAT_KEY_EAST is that of ``east``."""
+    variables = {name: f"WINGBEAT_KEY_{name.upper().replace('-', '_')}" for name in names}
+    return {name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)}

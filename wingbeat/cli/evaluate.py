@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -57,9 +58,18 @@ def result_table(reply: EvaluationReply) -> Table:
         for source, score in reply.sources.items():
             error = "" if score.stderr is None else f" (standard error {score.stderr:.4f})"
             table.add_row(f"mean reward of {source}", f"{_number(score.mean_reward)}{error}, {score.num_tasks} tasks")
+    if reply.agents:
+        table.add_row("agent", shown_agents(reply.agents))
     if means:
         table.add_row("worst, best task", f"{min(means):.3f}, {max(means):.3f}")
     return table
+
+
+def shown_agents(agents: Mapping[str, int]) -> str:
+    """The version that ran an evaluation; several, where they ran it together."""
+    if len(agents) == 1:
+        return next(iter(agents))
+    return "MIXED: " + ", ".join(f"{agent} {count}" for agent, count in agents.items())
 
 
 def _number(value: float | None) -> str:

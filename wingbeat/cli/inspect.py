@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from wingbeat.cli.agents_report import show_agents
+from wingbeat.cli.evaluate import shown_agents
+from wingbeat.cli.inspect_conversation import open_conversation, show_conversations
 from wingbeat.cli.inspect_episode import Training, show_attempt, shown_state
 from wingbeat.cli.ledger_report import show_ledger, show_states
 from wingbeat.cli.liveness import is_served
@@ -37,23 +42,30 @@ class PolicyFacts:
     trainable: bool
 
 
+class Report(StrEnum):
+    """Of a whole run, by the option that asks for it."""
+
+    MERGING = "--merge-report"
+    LEDGER = "--ledger"
+    AGENTS = "--agents"
+
+
 def run_inspect(
     run_dir: Path,
     episode_id: str | None,
     *,
-    merge_report: bool = False,
-    show_ledger_report: bool = False,
+    reports: Sequence[Report] = (),
     full: bool = False,
 ) -> bool:
-    """Print the run, one episode, the merge report or the ledger.  False where the ledger contradicts itself.
+    """Print the run, one episode, or a report.  False where the ledger contradicts itself.
 
     Raises SetupError where there is no run or several were asked for, UnknownEpisode for a wrong id.
     """
-    for option, asked in (("--merge-report", merge_report), ("--ledger", show_ledger_report)):
-        if asked and episode_id is not None:
-            raise SetupError(f"{option} is of a whole run: leave the episode out")
-    if merge_report and show_ledger_report:
-        raise SetupError("--merge-report and --ledger are two reports: ask for one at a time")
+    if reports and episode_id is not None:
+        raise SetupError(f"{reports[0]} is of a whole run: leave the episode out")
+    if len(reports) > 1:
+        raise SetupError(f"{reports[0]} and {reports[1]} are two reports: ask for one at a time")
+    report = reports[0] if reports else None
     check_run_dir(run_dir)
     console = Console(markup=False)  # clients chose the names that are shown
     if not console.is_terminal:
@@ -62,18 +74,21 @@ def run_inspect(
     superseded = frozenset(name for name, facts in policies.items() if facts.train_superseded)
     frozen = frozenset(name for name, facts in policies.items() if not facts.trainable)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
-        if show_ledger_report:
+        if report is Report.LEDGER:
             return show_ledger(console, ledger, run_dir)
-        if merge_report:
+        if report is Report.AGENTS:
+            show_agents(console, ledger.agent_versions(), served=is_served(run_dir))
+        elif report is Report.MERGING:
             show_report(console, build_report(ledger, train_superseded=superseded, frozen=frozen))
         elif episode_id is None:
             _show_run(console, ledger, run_dir)
         else:
             templates = {name: facts.template for name, facts in policies.items() if facts.template is not None}
             served = is_served(run_dir)
-            attempts = ledger.episode(episode_id)
+            waiting = open_conversation(run_dir, episode_id)
+            attempts = ledger.episode(episode_id) if waiting is None else (waiting.attempt,)
             for attempt in attempts:
-                captured = ledger.captured_turns(episode_id, attempt.attempt)
+                captured = ledger.captured_turns(episode_id, attempt.attempt) if waiting is None else waiting.captured
                 is_open = served and _may_finish(attempt, last=attempt is attempts[-1])
                 training = Training(superseded=superseded, frozen=frozen, is_open=is_open)
                 show_attempt(console, attempt, captured=captured, templates=templates, training=training, full=full)
@@ -123,6 +138,7 @@ def load_policies(run_dir: Path) -> dict[str, PolicyFacts]:
 def _show_run(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
     show_states(console, ledger, run_dir)
     _show_evaluations(console, ledger)
+    show_conversations(console, run_dir)
     for split in (Split.TRAIN, Split.EVAL):
         recent = ledger.recent_episodes(EPISODES_SHOWN, split=split)
         if recent:
@@ -142,7 +158,8 @@ def _show_evaluations(console: Console, ledger: LedgerReader) -> None:
     results = ledger.evaluations()
     if not results:
         return
-    evaluations = Table("evaluation", "policy", "version", "reward", "standard error", "episodes", title="evaluations")
+    columns = ("evaluation", "policy", "version", "reward", "standard error", "episodes", "agent")
+    evaluations = Table(*columns, title="evaluations")
     for done in results:
         evaluations.add_row(
             done.spec.name,
@@ -151,6 +168,7 @@ def _show_evaluations(console: Console, ledger: LedgerReader) -> None:
             _number(done.mean),
             _number(done.stderr),
             f"{done.num_finished} of {done.num_expected}",
+            shown_agents(done.agents) if done.agents else "-",
         )
     console.print(evaluations)
 

@@ -140,6 +140,10 @@ def show_attempt(
         highlight=False,
         soft_wrap=True,
     )
+    if attempt.cause:
+        said = f": {attempt.message.splitlines()[-1]}" if attempt.message.strip() else ""
+        ended = f"ended as {attempt.outcome}, {attempt.cause}{said}"
+        console.print(ended, highlight=False, soft_wrap=True, markup=False)
     if attempt.record is not None:
         record = attempt.record
         console.print(

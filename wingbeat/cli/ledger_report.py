@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -9,10 +10,13 @@ from rich.table import Table
 
 from wingbeat.cli.inspect_episode import shown_state
 from wingbeat.cli.liveness import is_served
+from wingbeat.dataflow.audit import audit_run
 from wingbeat.dataflow.ledger_reader import LedgerReader
 from wingbeat.dataflow.ledger_schema import AttemptState, BatchState
 from wingbeat.dataflow.ledger_views import LedgerSizes
 from wingbeat.dataflow.operators.chain import Counts
+
+MAX_CLIENTS = 20
 
 BATCH_STATES = {
     BatchState.LOGGED: "logged, not trained yet",
@@ -24,13 +28,16 @@ BATCH_STATES = {
 def show_ledger(console: Console, ledger: LedgerReader, run_dir: Path) -> bool:
     """Print the report.  False where the ledger contradicts itself."""
     show_states(console, ledger, run_dir)
+    _show_endings(console, ledger)
+    _show_clients(console, ledger)
+    _show_in_doubt(console, ledger)
     _show_tokens(console, ledger)
     _show_operators(console, ledger)
     _show_batches(console, ledger)
     _show_lineages(console, ledger)
     _show_checkpoints(console, ledger)
     _show_sizes(console, ledger.sizes())
-    problems = ledger.verify()
+    problems = audit_run(run_dir)
     console.print("verified: no contradictions" if not problems else "the ledger contradicts itself:")
     for problem in problems:
         console.print(f"  {problem}", highlight=False, soft_wrap=True)
@@ -52,6 +59,40 @@ def show_states(console: Console, ledger: LedgerReader, run_dir: Path) -> None:
         state = f"{sample.state} ({sample.reason})" if sample.reason else str(sample.state)
         counts.add_row(f"samples of {sample.policy}", state, str(sample.num_attempts), str(sample.num_tokens))
     console.print(counts)
+
+
+def _show_endings(console: Console, ledger: LedgerReader) -> None:
+    """Why attempts ended: only the outcome agent reaches a baseline."""
+    table = Table("state", "outcome", "cause", "attempts", title="how attempts ended")
+    for found in ledger.endings():
+        if found.outcome or found.cause:
+            table.add_row(found.state, found.outcome, found.cause or "-", str(found.num_attempts))
+    if table.row_count:
+        console.print(table)
+
+
+def _show_clients(console: Console, ledger: LedgerReader) -> None:
+    """The busiest; nothing where no client said who it is."""
+    found = ledger.clients()
+    table = Table("client", "attempts", "that count", "open", "sampled tokens", title="clients")
+    for client in found[:MAX_CLIENTS]:
+        counts = (client.num_begun, client.num_counted, client.num_open, client.num_tokens)
+        table.add_row(client.client or "(unnamed)", *map(str, counts))
+    if len(found) > MAX_CLIENTS:
+        table.caption = f"and {len(found) - MAX_CLIENTS} more"
+    if any(client.client for client in found):
+        console.print(table)
+
+
+def _show_in_doubt(console: Console, ledger: LedgerReader) -> None:
+    """Finishes that wait for a decision elsewhere."""
+    table = Table("transaction", "decider", "episode", "since", title="finishes in doubt")
+    for found in ledger.in_doubt():
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.prepared_s))
+        name = f"{found.record.episode_id} attempt {found.record.attempt}"
+        table.add_row(found.transaction_id, found.decider, name, since)
+    if table.row_count:
+        console.print(table)
 
 
 def _show_tokens(console: Console, ledger: LedgerReader) -> None:

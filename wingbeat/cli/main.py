@@ -17,6 +17,8 @@ from wingbeat import __version__
 from wingbeat.cli.doctor import doctor, require_server
 from wingbeat.cli.evaluate import evaluate
 from wingbeat.cli.init import init
+from wingbeat.cli.keys import keys
+from wingbeat.cli.ledger import ledger as ledger_commands
 from wingbeat.cli.rollout import rollout
 from wingbeat.cli.run import serve, train
 from wingbeat.core.errors import SetupError, WingbeatError
@@ -60,6 +62,8 @@ _OVERRIDABLE = {"ignore_unknown_options": True}
 
 app.command(context_settings=_OVERRIDABLE)(serve)
 app.command(context_settings=_OVERRIDABLE)(train)
+app.add_typer(keys)
+app.add_typer(ledger_commands)
 app.command()(init)
 app.command()(rollout)
 app.command(name="eval")(evaluate)
@@ -95,12 +99,14 @@ def inspect(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="What the ledger holds, and whether it contradicts itself.")
     ] = False,
+    agents: Annotated[bool, typer.Option("--agents", help="How the versions of agents compare.")] = False,
     full: Annotated[bool, typer.Option("--full", help="With an episode: every token of long prompts, too.")] = False,
 ) -> None:
-    """Show a run, one episode of it token by token, its ledger, or what merging its timelines saved."""
-    from wingbeat.cli.inspect import run_inspect
+    """Show a run, one episode of it token by token, its ledger, its agents, or what merging its timelines saved."""
+    from wingbeat.cli.inspect import Report, run_inspect
 
-    if not run_inspect(run_dir, episode, merge_report=merge_report, show_ledger_report=ledger, full=full):
+    asked = {Report.MERGING: merge_report, Report.LEDGER: ledger, Report.AGENTS: agents}
+    if not run_inspect(run_dir, episode, reports=[report for report, is_asked in asked.items() if is_asked], full=full):
         raise typer.Exit(1)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
-from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts, set_up_logging
+from wingbeat.cli.connection import KeyOption, ServersOption, keys_by_server, named_servers
+from wingbeat.client import RolloutPlan, RunnerOptions, RunnerStats, run_rollouts, set_up_logging
+from wingbeat.core.errors import SetupError
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.types import Split
 
@@ -19,8 +21,12 @@ ABORT_S = 15.0
 
 def rollout(
     agent: Annotated[str, typer.Argument(metavar="AGENT.py[:NAME]", help="A file with an @wingbeat.agent function.")],
-    server: ServerOption = DEFAULT_URL,
+    server: ServersOption = None,
     key: KeyOption = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="With several servers: a folder that lets a successor end what a killed client left."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once in each process.")] = 16,
     processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
     split: Annotated[list[Split] | None, typer.Option(help="Run only these episodes (repeatable).")] = None,
@@ -29,36 +35,72 @@ def rollout(
         typer.Option(help="Run only tasks of this source (repeatable); unset: what the agent says."),
     ] = None,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="When the agent's files change, start new processes and let the old ones finish."),
+    ] = False,
+    drain_s: Annotated[
+        float, typer.Option(min=0, help="Seconds that the episodes of a process get which was replaced.")
+    ] = 300.0,
+    label: Annotated[str, typer.Option(help="Names this version of the agent in metrics and reports.")] = "",
     grace_s: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get when stopped.")] = 10.0,
+    episode_timeout_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds after which an episode ends as timeout, its agent cancelled."),
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(min=1, help="A client process that holds more MiB is replaced between its episodes.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell of retries and heartbeats too.")] = False,
 ) -> None:
     """Run an agent: lease episodes and solve them until the server says stop.
 
-    Waits for a server that is away. Ctrl-C lets running episodes end; a second one aborts them.
+    Waits for a server that is away. Ctrl-C lets running episodes end; a second one aborts them. With several servers
+    (--server east=URL --server west=URL, the leading one first) either all count an episode, or none does.
     """
+    url, servers = named_servers(server)
+    if journal is not None and not servers:
+        raise SetupError("--journal is of several servers: --server NAME=URL --server NAME=URL")
     level = logging.DEBUG if verbose else logging.INFO
     set_up_logging(level)
     end_with_supervisor(grace_s=grace_s + ABORT_S)
     sources = tuple(source) if source else None
-    options = RunnerOptions(grace_s=grace_s, splits=tuple(split or Split), sources=sources, max_episodes=max_episodes)
+    options = RunnerOptions(
+        grace_s=grace_s,
+        splits=tuple(split or Split),
+        sources=sources,
+        max_episodes=max_episodes,
+        label=label,
+        episode_timeout_s=episode_timeout_s,
+        max_memory_mb=max_memory_mb,
+    )
     plan = RolloutPlan(
         agent=agent,
-        url=server,
+        url=url,
+        servers=servers,
         key=key,
+        keys=keys_by_server(servers),
+        journal="" if journal is None else str(journal),
         concurrency=concurrency,
         processes=processes,
+        watch=watch,
+        drain_s=drain_s,
         options=options,
         log_level=level,
         resources="wingbeat.resources:LocalPool",
     )
-    stats = run_rollouts(plan)
+    _tell(run_rollouts(plan), json_output=json_output)
+
+
+def _tell(stats: RunnerStats, *, json_output: bool) -> None:
     if json_output:
         counts = {
             "finished": stats.num_finished,
             "failed": stats.num_failed,
             "refused": stats.num_refused,
             "cancelled": stats.num_cancelled,
+            "timed_out": stats.num_timed_out,
             "mean_reward": stats.mean_reward,
         }
         typer.echo(json.dumps(counts))
@@ -66,5 +108,5 @@ def rollout(
     mean = "" if stats.mean_reward is None else f", mean reward {stats.mean_reward:.3f}"
     typer.echo(
         f"{stats.num_finished} episodes finished{mean}; {stats.num_failed} failed, "
-        f"{stats.num_refused} refused, {stats.num_cancelled} cancelled"
+        f"{stats.num_refused} refused, {stats.num_cancelled} cancelled, {stats.num_timed_out} timed out"
     )

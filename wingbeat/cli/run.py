@@ -40,9 +40,9 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolve
 def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_run: DryRunOption = False) -> None:
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
     config, config_dir = read_config(arguments or [], resume)
-    _check(config, config_dir)
+    _check(config, config_dir, resume)
     if dry_run:
-        typer.echo(dump_toml(config), nl=False)
+        _show_config(config)
         return
     require_server()
     from wingbeat.deploy.local import run_server
@@ -65,10 +65,10 @@ def train(
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
     config, config_dir = read_config(arguments or [], resume)
     check_trains(config)
-    _check(config, config_dir)
+    _check(config, config_dir, resume)
     check_agents(config, config_dir)
     if dry_run:
-        typer.echo(dump_toml(config), nl=False)
+        _show_config(config)
         return
     require_server()
     from wingbeat.cli.progress import RunProgress
@@ -92,9 +92,14 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _check(config: Config, config_dir: Path) -> None:
+def _show_config(config: Config) -> None:
+    """With hashes in place of keys: what is printed may end up in a log."""
+    typer.echo(dump_toml(config.model_copy(update={"server": config.server.without_keys()})), nl=False)
+
+
+def _check(config: Config, config_dir: Path, resume: Path | None) -> None:
     """What is refused in a dry run, too."""
-    check_exposure(config)
+    check_exposure(config, config_dir, resume=resume)
     check_chains(config, config_dir)
     check_sources(config, config_dir)
 

@@ -14,14 +14,21 @@ Light by rule: importing it loads aiohttp, orjson and pydantic, and never torch 
 
 from wingbeat.client.agents import Agent, agent, load_agent
 from wingbeat.client.episode import Episode
-from wingbeat.client.processes import RolloutPlan, run_rollouts, set_up_logging
+from wingbeat.client.model_clients import MODEL_CALL_RETRIES
+from wingbeat.client.plans import RolloutPlan
+from wingbeat.client.processes import run_rollouts, set_up_logging
 from wingbeat.client.runner import EpisodeEnd, Runner, RunnerOptions, RunnerStats
 from wingbeat.client.swarm import AsyncSwarm, BeginOptions
 from wingbeat.client.sync import Swarm, SyncEpisode
+from wingbeat.client.team import AsyncTeam
+from wingbeat.client.team_episode import TeamEpisode
+from wingbeat.client.team_sync import SyncTeamEpisode, Team
 
 __all__ = [
+    "MODEL_CALL_RETRIES",
     "Agent",
     "AsyncSwarm",
+    "AsyncTeam",
     "BeginOptions",
     "Episode",
     "EpisodeEnd",
@@ -31,6 +38,9 @@ __all__ = [
     "RunnerStats",
     "Swarm",
     "SyncEpisode",
+    "SyncTeamEpisode",
+    "Team",
+    "TeamEpisode",
     "agent",
     "load_agent",
     "run_rollouts",

@@ -12,14 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
 
+from wingbeat.client.code import Code, loaded_code, split_agent
 from wingbeat.client.episode import Episode
 from wingbeat.client.rewards import RewardLike
 from wingbeat.client.sync import LoopPort, SyncEpisode
+from wingbeat.client.team_episode import TeamEpisode
+from wingbeat.client.team_sync import SyncTeamEpisode, synchronous
 from wingbeat.client.user_code import load_python_file
 from wingbeat.core.errors import RequestError, SetupError
 
-AsyncAgentFunction = Callable[[Episode], Awaitable[RewardLike | None]]
-SyncAgentFunction = Callable[[SyncEpisode], RewardLike | None]
+AsyncAgentFunction = (
+    Callable[[Episode], Awaitable[RewardLike | None]] | Callable[[TeamEpisode], Awaitable[RewardLike | None]]
+)
+SyncAgentFunction = Callable[[SyncEpisode], RewardLike | None] | Callable[[SyncTeamEpisode], RewardLike | None]
 
 
 class Agent:
@@ -39,6 +44,9 @@ class Agent:
             raise RequestError(f"@agent expects a function of an episode, got {function!r}")
         self._function: Callable[[Any], Any] = function
         functools.update_wrapper(self, self._function)
+        self.code = Code("", ())
+        """What it is made of, where it was loaded from a file."""
+        self._abandoned: set[threading.Thread] = set()
         self.name = getattr(function, "__name__", type(function).__name__)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an instance whose __call__ is a coroutine function)
@@ -48,7 +56,7 @@ class Agent:
         """Call the function itself, as its tests do."""
         return self._function(episode)
 
-    async def run(self, episode: Episode) -> RewardLike | None:
+    async def run(self, episode: Episode | TeamEpisode) -> RewardLike | None:
         """What the function returns for a running episode; its exceptions pass through.
 
         ``sys.exit()`` in an agent becomes RuntimeError: it ends this episode, not its siblings.
@@ -57,9 +65,16 @@ class Agent:
             if self.is_async:
                 return await self._function(episode)
             port = LoopPort(asyncio.get_running_loop())
-            return await _run_in_thread(functools.partial(self._function, SyncEpisode(episode, port)), name=self.name)
+            function = functools.partial(self._function, synchronous(episode, port))
+            return await _run_in_thread(function, name=self.name, abandoned=self._abandoned)
         except SystemExit as error:
             raise RuntimeError(f"agent {self.name} called sys.exit({error.code!r})") from error
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads of its function that still run although nobody waits for them any more."""
+        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        return len(self._abandoned)
 
     def __repr__(self) -> str:
         return f"<agent {self.name}>"
@@ -81,8 +96,11 @@ def agent(
     return functools.partial(Agent, sources=sources)
 
 
-async def _run_in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Run in a daemon thread: unlike an executor's, it cannot keep a stopped process alive."""
+async def _run_in_thread(function: Callable[[], Any], *, name: str, abandoned: set[threading.Thread]) -> Any:
+    """Run in a daemon thread: unlike an executor's, it cannot keep a stopped process alive.
+
+    If the wait is cancelled the thread goes on, since nothing can end it; it is added to ``abandoned``.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -104,8 +122,14 @@ async def _run_in_thread(function: Callable[[], Any], *, name: str) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, name=f"wingbeat-agent-{name}", daemon=True).start()
-    return await future
+    thread = threading.Thread(target=work, name=f"wingbeat-agent-{name}", daemon=True)
+    thread.start()
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if thread.is_alive():
+            abandoned.add(thread)
+        raise
 
 
 def load_agent(path: str, *, base: Path | None = None) -> Agent:
@@ -113,10 +137,12 @@ def load_agent(path: str, *, base: Path | None = None) -> Agent:
 
     A relative path starts at ``base`` (default: the working directory).  Raises SetupError.
     """
-    file, _, name = path.partition(".py:")
-    location = Path(f"{file}.py" if name else file)
-    module = load_python_file(location if base is None else base / location, what="agent")
-    return _named_agent(module, name, location) if name else _only_agent(module, location)
+    location, name = split_agent(path)
+    file = location if base is None else base / location
+    module = load_python_file(file, what="agent")
+    found = _named_agent(module, name, location) if name else _only_agent(module, location)
+    found.code = loaded_code(file.resolve(), name)
+    return found
 
 
 def _named_agent(module: ModuleType, name: str, location: Path) -> Agent:

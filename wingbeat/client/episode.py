@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import traceback
+import os
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
+from wingbeat.client import model_clients
+from wingbeat.client.blame import explain_failure, tail
 from wingbeat.client.heartbeats import Beat, HeartbeatThread
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.rewards import RewardLike, to_metrics, to_rewards
@@ -32,13 +34,14 @@ from wingbeat.core.protocol import (
     EpisodeReply,
     FinishReply,
     FinishRequest,
+    TransactionModel,
 )
-from wingbeat.core.types import Group, Outcome, Split, Task
+from wingbeat.core.types import OUTCOME_OF, Cause, Group, Outcome, Split, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 logger = logging.getLogger("wingbeat.client")
-
-MAX_MESSAGE_CHARS = 4000
-"""How much of a traceback's end an abort carries (the wire allows 10,000)."""
 
 _ABORT_RETRY = RetryPolicy(budget_s=5.0)
 """An abort that does not arrive is only a slower reopening of the slot: heartbeats have stopped."""
@@ -86,6 +89,7 @@ class Episode:
         self.task = Task(reply.task.source, reply.task.id, reply.task.payload)
         self.group = Group(reply.group.id, reply.group.size)
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self._ended = asyncio.Event()
         heartbeats.add(Beat(reply.episode_id, reply.api_key, reply.heartbeat_s, self._on_closed_by_server))
 
@@ -115,6 +119,14 @@ class Episode:
     def api_key(self) -> str:
         """Valid for this episode only."""
         return self._reply.api_key
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        """An official client of this episode whose retries bridge a restart of the server; close it, or use it as
+        a context manager.
+
+        ``options`` are its constructor's.  Raises DependencyMissing.
+        """
+        return model_clients.async_openai(self.base_url, self.api_key, options)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -180,7 +192,7 @@ class Episode:
         if self._state is EpisodeState.ABORTED:
             raise EpisodeClosed(f"episode {self.id} was aborted by this client; it cannot finish any more")
         body = FinishRequest(
-            outcome=outcome, rewards=to_rewards(reward), metrics=to_metrics(metrics), message=_tail(message)
+            outcome=outcome, rewards=to_rewards(reward), metrics=to_metrics(metrics), message=tail(message)
         )
         call = self._call("finish", body, self._finish_retry)
         reply = await self._transport.send(call, FinishReply)
@@ -190,18 +202,50 @@ class Episode:
         await self._released()
         return reply
 
-    async def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT) -> None:
-        """End the episode without a reward; its slot reopens.  Harmless if it is already over."""
+    async def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
+        """End the episode without a reward; its slot reopens.  Harmless if it is already over.
+
+        ``cause`` is one of ``outcome`` that a client can know (``REPORTABLE``), or left to the server.
+        """
         if self.closed:
             return
         self._move(EpisodeState.ABORTED)
-        body = AbortRequest(outcome=outcome, message=_tail(message))
+        body = AbortRequest(outcome=outcome, cause=cause, message=tail(message))
         try:
             await self._transport.send_unread(self._call("abort", body, _ABORT_RETRY))
         except (ConflictError, NotFoundError) as error:
             logger.debug("abort of %s: %s", self.id, error.message)
         finally:
             await self._released()
+
+    async def confirm(self) -> None:
+        """Make an attempt that began on trial (``tentative_s``) an ordinary one; only then it takes model calls."""
+        call = Call("POST", f"/api/episodes/{self.id}/confirm", key=self.api_key, retry=_ABORT_RETRY)
+        await self._transport.send_unread(call)
+
+    async def prepare(
+        self,
+        reward: RewardLike,
+        *,
+        transaction: TransactionModel,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        message: str = "",
+        budget_s: float | None = None,
+    ) -> FinishReply:
+        """Report the reward as one server of several: durable, but it counts once the transaction is committed.
+
+        Once it is, tell the episode with :meth:`conclude`; else abort it.  Raises as :meth:`finish`, UnavailableError
+        after ``budget_s``.
+        """
+        body = FinishRequest(
+            rewards=to_rewards(reward), metrics=to_metrics(metrics), message=tail(message), transaction=transaction
+        )
+        return await self._transport.send(self._call("finish", body, RetryPolicy(budget_s=budget_s)), FinishReply)
+
+    async def conclude(self) -> None:
+        """Its transaction is committed: it has finished."""
+        self._move(EpisodeState.FINISHED)
+        await self._released()
 
     async def status(self) -> EpisodeReply:
         """What the server knows of this episode."""
@@ -244,29 +288,10 @@ class Episode:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self.closed:
+        if self.closed or os.getpid() != self._pid:  # a forked child does not end its parent's episode
             return
-        outcome, message = explain_failure(error)
+        cause, message = explain_failure(error, server=self.base_url)
         try:
-            await self.abort(message, outcome=outcome)
+            await self.abort(message, outcome=OUTCOME_OF[cause], cause=cause)
         except WingbeatError as failure:  # must not hide the agent's own exception
             logger.warning("episode %s could not be aborted (the server will notice): %s", self.id, failure.message)
-
-
-def explain_failure(error: BaseException | None) -> tuple[Outcome, str]:
-    """The outcome and message of an episode that ended without ``finish``."""
-    if error is None:
-        return Outcome.CLIENT, "the agent ended without calling episode.finish(reward)"
-    if isinstance(error, asyncio.CancelledError):
-        return Outcome.CLIENT, "the episode was cancelled by its client"
-    infrastructure = isinstance(error, WingbeatError) and error.retryable
-    return (Outcome.INFRASTRUCTURE if infrastructure else Outcome.CLIENT), format_error(error)
-
-
-def format_error(error: BaseException) -> str:
-    """The end of an exception's traceback: the part that names the fault."""
-    return _tail("".join(traceback.format_exception(error)))
-
-
-def _tail(text: str) -> str:
-    return text if len(text) <= MAX_MESSAGE_CHARS else "... " + text[4 - MAX_MESSAGE_CHARS :]

@@ -2,12 +2,17 @@
 
 One daemon thread per client, started with the first episode, with its own loop and connections; all
 running episodes share it.  State is owned by that loop; other threads only send it messages.
+
+The begin promised heartbeats, so the server counts from it on, and an agent that is done within a period costs none.
+A forked child of the process (a tool in a
+subprocess) has none of this: its parent reports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -15,13 +20,16 @@ from dataclasses import dataclass
 
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
-from wingbeat.core.errors import ConflictError, NotFoundError, WingbeatError
+from wingbeat.core.errors import AuthenticationError, ConflictError, NotFoundError, WingbeatError
 from wingbeat.core.protocol import HeartbeatReply
 
 logger = logging.getLogger("wingbeat.client")
 
 _ONE_TRY = RetryPolicy(budget_s=0)
+GIVEN_UP = frozenset({"lost", "aborted", "superseded"})
+"""States of an episode, as the server tells them, in which its agent works for nothing."""
 _JOIN_S = 5.0
+LEAST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +45,22 @@ class Beat:
 class HeartbeatThread:
     """Reports episodes alive until they are removed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, client_id: str = "", ca: str | os.PathLike[str] | None = None) -> None:
         self._url = url
+        self._ca = ca
+        self._client_id = client_id
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
+        self._pid = os.getpid()
 
     def add(self, beat: Beat) -> None:
         """Begin to report an episode; from any thread."""
+        if self._is_copy:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -56,16 +69,25 @@ class HeartbeatThread:
 
     def remove(self, episode_id: str) -> None:
         """Stop reporting it; from any thread, harmless if unknown."""
+        if self._is_copy:
+            return
         with self._lock:
             if self._loop is None or self._closed:
                 return
             self._loop.call_soon_threadsafe(self._end, episode_id)
+
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this is a forked child, in which the thread does not run (and the lock may never be free)."""
+        return os.getpid() != self._pid
 
     def close(self) -> None:
         """Stop reporting everything and end the thread; twice is harmless.
 
         Blocks for a moment, so call it off the loop that runs agents.
         """
+        if self._is_copy:
+            return
         with self._lock:
             already, self._closed = self._closed, True
             loop, stop, thread = self._loop, self._stop, self._thread
@@ -87,7 +109,9 @@ class HeartbeatThread:
     async def _serve(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._transport = Transport(self._url, key=None, timeout_s=10.0, retry=_ONE_TRY)
+        self._transport = Transport(
+            self._url, key=None, timeout_s=10.0, retry=_ONE_TRY, client_id=self._client_id, ca=self._ca
+        )
         started.set()
         try:
             await self._stop.wait()
@@ -111,14 +135,24 @@ class HeartbeatThread:
     async def _report(self, beat: Beat) -> None:
         """Beat until cancelled or until the server says that the episode is over."""
         rng = random.Random(beat.episode_id)
-        call = Call("POST", f"/api/episodes/{beat.episode_id}/heartbeat", key=beat.api_key, timeout_s=beat.every_s + 5)
+        # an answer that hangs must not cost the next beat: the server waits for two periods after a restart
+        timeout_s = max(LEAST_TIMEOUT_S, 0.6 * beat.every_s)
+        call = Call("POST", f"/api/episodes/{beat.episode_id}/heartbeat", key=beat.api_key, timeout_s=timeout_s)
         while True:
             await asyncio.sleep(beat.every_s * rng.uniform(0.6, 0.9))
             try:
-                await self._transport.send(call, HeartbeatReply)
-            except (NotFoundError, ConflictError) as error:
-                self._tasks.pop(beat.episode_id, None)
-                beat.on_closed(error.message)
+                reply = await self._transport.send(call, HeartbeatReply)
+            except (NotFoundError, ConflictError, AuthenticationError) as error:
+                self._over(beat, error.message)
                 return
             except WingbeatError as error:
                 logger.debug("heartbeat of %s: %s", beat.episode_id, error.message)
+            else:
+                if reply.state in GIVEN_UP:
+                    self._over(beat, f"it is {reply.state}")
+                    return
+
+    def _over(self, beat: Beat, reason: str) -> None:
+        """The server does not go on with the episode."""
+        self._tasks.pop(beat.episode_id, None)
+        beat.on_closed(reason)

@@ -30,7 +30,7 @@ class RetryPolicy:
             delay = retry_after_s * (1 + 0.25 * rng.random())
         else:
             ceiling = min(self.cap_s, self.base_s * 2 ** min(attempt, 16))
-            delay = ceiling * rng.uniform(0.5, 1.0)
+            delay = ceiling * rng.random()
         if self.budget_s is not None and elapsed_s + delay > self.budget_s:
             return None
         return delay

@@ -11,20 +11,26 @@ an exception in an agent ends its own episode only; nothing new begins after ``s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from wingbeat.client.agents import Agent, AsyncAgentFunction, SyncAgentFunction
-from wingbeat.client.episode import EpisodeState, format_error
-from wingbeat.client.rewards import to_rewards
-from wingbeat.client.swarm import AsyncSwarm
+from wingbeat.client.blame import format_error
+from wingbeat.client.deadlines import Deadline, EpisodeOverdue, memory_mb
+from wingbeat.client.episode import Episode, EpisodeState
+from wingbeat.client.rewards import RewardLike, to_rewards
+from wingbeat.client.swarm import AgentVersion, AsyncSwarm
+from wingbeat.client.team import AsyncTeam
+from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.core.errors import RequestError, SetupError, WingbeatError
 from wingbeat.core.ports import Clock
 from wingbeat.core.protocol import Lease, LeaseReply
-from wingbeat.core.types import Split
+from wingbeat.core.types import Cause, Outcome, Split
 
 logger = logging.getLogger("wingbeat.client")
 
@@ -66,6 +72,8 @@ class RunnerStats:
     num_refused: int = 0
     """The server was away or did not want the episode: a lapsed lease, a finish that came too late."""
     num_cancelled: int = 0
+    num_timed_out: int = 0
+    """The agent ran longer than ``RunnerOptions.episode_timeout_s``."""
     num_rewards: int = 0
     reward_sum: float = 0.0
 
@@ -79,6 +87,7 @@ class RunnerStats:
             num_failed=self.num_failed + other.num_failed,
             num_refused=self.num_refused + other.num_refused,
             num_cancelled=self.num_cancelled + other.num_cancelled,
+            num_timed_out=self.num_timed_out + other.num_timed_out,
             num_rewards=self.num_rewards + other.num_rewards,
             reward_sum=self.reward_sum + other.reward_sum,
         )
@@ -95,8 +104,17 @@ class RunnerOptions:
     """Task sources to run; None: those that the agent declares, else all."""
     max_episodes: int | None = None
     """Ends after so many; None runs until told to stop."""
+    label: str = ""
+    """Names this version of the agent, for people and for comparison."""
+    episode_timeout_s: float | None = None
+    """The longest life of an episode: then it is aborted as ``timeout``, its agent is cancelled and its slot is free.
+    None sets no bound."""
+    max_memory_mb: int | None = None
+    """A process that holds more between two episodes asks to be replaced."""
 
 
+STUCK_SHARE = 4
+"""A process in which more than one in so many of its slots' worth of agents are stuck asks to be replaced."""
 HOPELESS_FAILURES = 64
 """Failures in a row without one finished episode after which the agent is taken to be broken."""
 
@@ -106,14 +124,17 @@ class Runner:
 
     def __init__(
         self,
-        swarm: AsyncSwarm,
+        swarm: AsyncSwarm | AsyncTeam,
         agent: Agent | AsyncAgentFunction | SyncAgentFunction,
         concurrency: int = 16,
         *,
         options: RunnerOptions | None = None,
         on_end: Callable[[EpisodeEnd], None] | None = None,
+        on_stuck: Callable[[str], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """``on_stuck`` is told, once, why this process should be replaced by a fresh one: agents that do not end,
+        or too much memory."""
         if concurrency < 1:
             raise RequestError(f"expected a concurrency of at least 1, got {concurrency}", param="concurrency")
         self._swarm = swarm
@@ -121,12 +142,21 @@ class Runner:
         self._concurrency = concurrency
         self._options = options or RunnerOptions()
         self._on_end = on_end
+        self._on_stuck = on_stuck
+        limit_s = self._options.episode_timeout_s
+        self._leave_by = 0.0
+        """When running episodes are aborted, once it stops."""
+        self._instance = uuid.uuid4().hex[:12]
+        self._deadline = None if limit_s is None else Deadline(limit_s, on_check=self._check_stuck)
+        self._is_stuck = False
         self._clock = clock
         self._stats = RunnerStats()
         self._ready: deque[tuple[Lease, float]] = deque()
         """Leases with the time at which they lapse."""
         self._running: dict[asyncio.Task[EpisodeEnd], tuple[Lease, float]] = {}
         """Episodes with their lease and the time at which they began."""
+        self._beginning: set[str] = set()
+        """Leases under which an episode is about to begin."""
         self._num_begun = 0
         self._mean_s: float | None = None
         self._changed = asyncio.Event()
@@ -143,12 +173,14 @@ class Runner:
     def num_running(self) -> int:
         return len(self._running)
 
-    def stop(self, *, now: bool = False) -> None:
-        """Begin nothing new and give running episodes ``grace_s``; with ``now`` abort them at once.
+    def stop(self, *, now: bool = False, grace_s: float | None = None) -> None:
+        """Begin nothing new and give running episodes ``grace_s`` from now on; with ``now`` abort them at once.
 
-        From the runner's own loop.
+        ``grace_s`` None is that of the options.  May be called again, to change it.  From the runner's own loop.
         """
+        self._leave_by = self._clock() + (self._options.grace_s if grace_s is None else grace_s)
         self._stopping.set()
+        self._changed.set()
         if now:
             for task in self._running:
                 task.cancel()
@@ -165,17 +197,18 @@ class Runner:
         """
         leasing = asyncio.create_task(self._lease_loop(), name="wingbeat-lease")
         stopping = asyncio.create_task(self._stopping.wait(), name="wingbeat-stop")
-        grace_s = 0.0
         try:
             await asyncio.wait({leasing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            grace_s = self._options.grace_s
+            if not self.stopping:
+                self.stop()
         finally:
             self._stopping.set()
-            self._ready.clear()
             leasing.cancel()
             stopping.cancel()
             await asyncio.wait({leasing, stopping})
-            await self._drain(grace_s)
+            leaving = asyncio.create_task(self._leave(), name="wingbeat-leave")
+            await self._drain()
+            await leaving
         if not leasing.cancelled() and (error := leasing.exception()) is not None:
             raise error
         if self._hopeless:
@@ -185,9 +218,25 @@ class Runner:
             )
         return self._stats
 
-    async def _drain(self, grace_s: float) -> None:
-        if self._running and grace_s > 0:
-            await asyncio.wait(tuple(self._running), timeout=grace_s)
+    async def _leave(self) -> None:
+        """Give back what was not begun: others take it at once, and no group waits for this version of the agent."""
+        left = [lease for lease, _ in self._ready]
+        self._ready.clear()
+        while self._beginning:  # their leases are still needed
+            await self._next_change()
+        try:
+            await self._swarm.release(left, leaving=True, **self._version())
+        except WingbeatError as error:
+            logger.debug("leases were not given back, and lapse: %s", error.message)
+
+    def _version(self) -> AgentVersion:
+        return {"label": self._options.label, "code": self._agent.code.digest, "instance": self._instance}
+
+    async def _drain(self) -> None:
+        """Wait for what runs until ``_leave_by``, which may move meanwhile; then abort it."""
+        while self._running and (left_s := self._leave_by - self._clock()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._next_change(), left_s)
         left = tuple(self._running)
         for task in left:
             task.cancel()
@@ -205,7 +254,9 @@ class Runner:
             asked_at = self._clock()
             options = self._options
             sources = self._agent.sources if options.sources is None else options.sources
-            reply = await self._swarm.lease(want, splits=options.splits, sources=sources, patient=True)
+            reply = await self._swarm.lease(
+                want, splits=options.splits, sources=sources, patient=True, **self._version()
+            )
             self._take(reply)
             if reply.stop:
                 logger.info("the run is complete%s", f": {reply.reason}" if reply.reason else "")
@@ -255,6 +306,7 @@ class Runner:
                 self._stats = replace(self._stats, num_refused=self._stats.num_refused + 1)
                 continue
             self._num_begun += 1
+            self._beginning.add(lease.lease_id)
             task = asyncio.create_task(self._run_episode(lease), name=f"episode-{lease.lease_id}")
             self._running[task] = (lease, now)
             task.add_done_callback(self._on_done)
@@ -263,11 +315,12 @@ class Runner:
         started_at = self._clock()
         reward: float | None = None
         async with self._swarm.episode(lease=lease) as episode:
-            result = await self._agent.run(episode)
+            self._begun(lease)
+            result = await self._result_of(episode)
             if result is not None:
-                rewards = to_rewards(result)
-                reward = rewards if isinstance(rewards, float) else None
+                rewards = result if isinstance(episode, TeamEpisode) else to_rewards(result)
                 await episode.finish(rewards)
+                reward = rewards if isinstance(rewards, float) else None
         error = "" if episode.state is EpisodeState.FINISHED else "the agent ended without finishing its episode"
         return EpisodeEnd(
             task_id=lease.task.id,
@@ -278,10 +331,47 @@ class Runner:
             error=error,
         )
 
+    def _begun(self, lease: Lease) -> None:
+        """Its episode has begun, or never will."""
+        self._beginning.discard(lease.lease_id)
+        self._changed.set()
+
+    async def _result_of(self, episode: Episode | TeamEpisode) -> RewardLike | None:
+        """What the agent returns.  Raises EpisodeOverdue where it takes too long."""
+        work = self._agent.run(episode)
+        if self._deadline is None:
+            return await work
+
+        async def give_up(message: str) -> None:
+            await episode.abort(message, outcome=Outcome.TIMEOUT, cause=Cause.AGENT_DEADLINE)
+
+        return await self._deadline.run(work, give_up=give_up)
+
+    def _check_stuck(self) -> None:
+        """An agent did not end although its episode did: enough of them, and the process is not worth keeping."""
+        num_stuck = self._agent.num_stuck + (self._deadline.num_stuck if self._deadline else 0)
+        if num_stuck * STUCK_SHARE >= self._concurrency:
+            self._ask_for_replacement(f"{num_stuck} agents run on although their episodes are over")
+
+    def _check_memory(self) -> None:
+        bound = self._options.max_memory_mb
+        if bound is not None and not self._is_stuck and (held := memory_mb()) > bound:
+            self._ask_for_replacement(f"the process holds {held:.0f} MiB, more than max_memory_mb = {bound}")
+
+    def _ask_for_replacement(self, reason: str) -> None:
+        if self._is_stuck:
+            return
+        self._is_stuck = True
+        logger.warning("this process should be replaced: %s", reason)
+        if self._on_stuck is not None:
+            self._on_stuck(reason)
+
     def _on_done(self, task: asyncio.Task[EpisodeEnd]) -> None:
         lease, started_at = self._running.pop(task)
+        self._begun(lease)
         seconds = self._clock() - started_at
         self._mean_s = seconds if self._mean_s is None else self._mean_s + _MEAN_WEIGHT * (seconds - self._mean_s)
+        self._check_memory()
         self._fill()
         self._changed.set()
         if task.cancelled():
@@ -297,6 +387,10 @@ class Runner:
             self._on_end(end)
 
     def _count_error(self, error: BaseException, end: EpisodeEnd) -> None:
+        if isinstance(error, EpisodeOverdue):
+            self._stats = replace(self._stats, num_timed_out=self._stats.num_timed_out + 1)
+            logger.warning("task %s: %s", end.task_id, error.message)
+            return
         if isinstance(error, WingbeatError) and not isinstance(error, RequestError):
             self._stats = replace(self._stats, num_refused=self._stats.num_refused + 1)
             logger.info("episode of task %s: %s", end.task_id, end.error)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +31,7 @@ from wingbeat.core.ports import ResourcePool
 from wingbeat.core.protocol import (
     BeginReply,
     BeginRequest,
+    DecisionRequest,
     EvaluationReply,
     EvaluationRequest,
     GroupModel,
@@ -43,8 +46,10 @@ from wingbeat.core.protocol import (
     TaskModel,
     TaskSourceReply,
     TaskSourceRequest,
+    TransactionReply,
     source_fault,
 )
+from wingbeat.core.protocol_variants import ReleaseReply, ReleaseRequest, VariantsReply, VariantsRequest
 from wingbeat.core.types import Group, Split, Task
 
 M = TypeVar("M", bound=BaseModel)
@@ -52,6 +57,8 @@ M = TypeVar("M", bound=BaseModel)
 _LONG_POLL_EXTRA_S = 30.0
 """The server answers a waiting call after at most 30 s; the time-out comes on top of that."""
 
+_RELEASE_RETRY = RetryPolicy(budget_s=1.0)
+"""A lease that is not given back lapses."""
 _POLICIES = TypeAdapter(list[PolicyReply])
 
 
@@ -67,7 +74,21 @@ class BeginOptions(TypedDict, total=False):
     policies: Sequence[str]
     """``"solver"`` follows the live weights, ``"solver@12"`` pins a version (eval only); unset: all."""
     label: str
+    code: str
+    """Digest of the agent's code; with ``label`` it names the agent's version.  Under a lease, that of the lease."""
     idle_timeout_s: float
+    tentative_s: float
+    """On trial, as one server of several: unless ``Episode.confirm`` comes within so many seconds, it lapses."""
+
+
+class AgentVersion(TypedDict, total=False):
+    """Which version of an agent asks for work."""
+
+    label: str
+    code: str
+    """Hexadecimal digest of its files (:attr:`Agent.code`)."""
+    instance: str
+    """Tells several runners of one client apart."""
 
 
 class AsyncSwarm:
@@ -77,6 +98,8 @@ class AsyncSwarm:
     ``timeout_s`` bounds one request, ``retry_budget_s`` the tries at one call (None: forever).  An
     episode's finish has its own ``finish_budget_s``, by default None: it is retried until acknowledged.
     ``resources`` is where ``episode.lease(spec)`` takes tools and sandboxes from; the caller closes it.
+    ``ca`` is a PEM file with the certificates that vouch for an ``https`` server (None: the file that
+    ``WINGBEAT_CA_FILE`` names, else those that the system trusts).
     """
 
     def __init__(
@@ -88,14 +111,17 @@ class AsyncSwarm:
         retry_budget_s: float | None = 120.0,
         finish_budget_s: float | None = None,
         resources: ResourcePool | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self.resources = resources
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.client_id = f"client-{uuid.uuid4().hex[:12]}"
+        self.client_id = own_client_id()
         self._retry = RetryPolicy(budget_s=retry_budget_s)
         self._finish_retry = RetryPolicy(budget_s=finish_budget_s)
-        self._transport = Transport(self.url, key=key, timeout_s=timeout_s, retry=self._retry)
-        self._heartbeats = HeartbeatThread(self.url)
+        self._transport = Transport(
+            self.url, key=key, timeout_s=timeout_s, retry=self._retry, client_id=self.client_id, ca=ca
+        )
+        self._heartbeats = HeartbeatThread(self.url, client_id=self.client_id, ca=ca)
         self._long_timeout_s = timeout_s + _LONG_POLL_EXTRA_S
 
     async def __aenter__(self) -> Self:
@@ -115,10 +141,12 @@ class AsyncSwarm:
         """Begin an episode that the caller ends; :meth:`episode` is safer.
 
         Waits while admission is full, up to the retry budget.  Sent again after a failed connection
-        under the same idempotency key, so that at most one episode begins.
+        under the same idempotency key, so that at most one episode begins.  On trial (``tentative_s``) it neither
+        waits nor tries again.
         """
-        body = _begin_request(options)
-        call = Call("POST", "/api/episodes", body=body, timeout_s=self._long_timeout_s)
+        body = _begin_request(options, client_id=self.client_id)
+        retry = None if body.tentative_s is None else RetryPolicy(budget_s=0)
+        call = Call("POST", "/api/episodes", body=body, timeout_s=self._long_timeout_s, retry=retry)
         reply = await self._transport.send(call, BeginReply)
         return Episode(
             reply,
@@ -142,11 +170,13 @@ class AsyncSwarm:
         sources: Sequence[str] | None = None,
         wait_s: float = 30.0,
         patient: bool = False,
+        **version: Unpack[AgentVersion],
     ) -> LeaseReply:
         """Ask the server what to run next; waits up to ``wait_s`` for work.
 
         ``sources`` are the task sources that this client can run (None: all).  ``patient`` asks until
-        there is an answer, however long the server is away.
+        there is an answer, however long the server is away.  ``label`` and ``code`` name the version of the agent:
+        a group is dealt to one version only, unless the server mixes them.
         """
         body = checked(
             LeaseRequest,
@@ -155,10 +185,33 @@ class AsyncSwarm:
             wait_s=wait_s,
             client_id=self.client_id,
             sources=None if sources is None else list(sources),
+            **version,
         )
         retry = RetryPolicy(budget_s=None) if patient else self._retry
         call = Call("POST", "/api/tasks/lease", body=body, timeout_s=self._long_timeout_s, retry=retry)
         return await self._transport.send(call, LeaseReply)
+
+    async def release(
+        self, leases: Iterable[Lease] = (), *, leaving: bool = False, **version: Unpack[AgentVersion]
+    ) -> int:
+        """Give back leases under which nothing was begun; returns how many the server still held.
+
+        ``leaving`` also says that this version of the agent (of ``instance``, else of this client) asks no more, so
+        that its groups need not wait for it.
+        """
+        held = [lease.lease_id for lease in leases]
+        body = checked(ReleaseRequest, lease_ids=held, client_id=self.client_id, leaving=leaving, **version)
+        call = Call("POST", "/api/tasks/release", body=body, timeout_s=2.0, retry=_RELEASE_RETRY)
+        return (await self._transport.send(call, ReleaseReply)).released
+
+    async def variants(self) -> VariantsReply:
+        """The versions of agents at work, and their labels' shares of the training groups."""
+        return await self._transport.send(Call("GET", "/api/variants"), VariantsReply)
+
+    async def set_weights(self, weights: Mapping[str, float]) -> VariantsReply:
+        """Deal the training groups to labels by these shares from now on; ``{}`` deals to whoever asks."""
+        call = Call("PUT", "/api/variants", body=checked(VariantsRequest, weights=dict(weights)))
+        return await self._transport.send(call, VariantsReply)
 
     async def put_tasks(
         self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN, ratio: float | None = None
@@ -234,9 +287,28 @@ class AsyncSwarm:
             if line.startswith(b"data:"):
                 yield orjson.loads(line[5:])
 
+    async def decide(self, transaction_id: str, *, commit: bool, budget_s: float | None = None) -> TransactionReply:
+        """Settle a transaction on this server: the second phase of ``Episode.prepare``.
+
+        Sent until it is answered, or for ``budget_s``.  Raises NotFoundError for a commit of what is not prepared
+        here, ConflictError against an earlier decision.
+        """
+        body = DecisionRequest(decision="commit" if commit else "abort")
+        call = Call("POST", f"/api/transactions/{transaction_id}", body=body, retry=RetryPolicy(budget_s=budget_s))
+        return await self._transport.send(call, TransactionReply)
+
+    async def transaction(self, transaction_id: str) -> TransactionReply:
+        """Where a transaction stands on this server."""
+        return await self._transport.send(Call("GET", f"/api/transactions/{transaction_id}"), TransactionReply)
+
     async def stop(self) -> None:
         """Ask the server to end the run."""
         await self._transport.send_unread(Call("POST", "/api/stop"))
+
+
+def own_client_id() -> str:
+    """Says where this client runs, and is no other's."""
+    return f"{socket.gethostname()[:150]}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
 def checked(model: type[M], **fields: Any) -> M:
@@ -249,7 +321,7 @@ def checked(model: type[M], **fields: Any) -> M:
         raise RequestError(f"{where}: {first['msg']} (got {first['input']!r})", param=where) from error
 
 
-def _begin_request(options: BeginOptions) -> BeginRequest:
+def _begin_request(options: BeginOptions, *, client_id: str) -> BeginRequest:
     lease, task, group = options.get("lease"), options.get("task"), options.get("group")
     if (lease is None) == (task is None):
         got = "both" if lease is not None else "neither"
@@ -264,7 +336,11 @@ def _begin_request(options: BeginOptions) -> BeginRequest:
         split=options.get("split", Split.TRAIN if lease is None else lease.split),
         policies=None if policies is None else list(policies),
         label=options.get("label", ""),
+        code=options.get("code", ""),
+        client_id=client_id,
+        heartbeats=True,
         idle_timeout_s=options.get("idle_timeout_s"),
+        tentative_s=options.get("tentative_s"),
     )
 
 

@@ -9,24 +9,25 @@ All I/O runs on one event loop in a background thread; heartbeats have their own
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeVar, Unpack
 
+from wingbeat.client import model_clients
 from wingbeat.client.episode import Episode, EpisodeState
+from wingbeat.client.loop_thread import LoopPort, LoopThread
 from wingbeat.client.rewards import RewardLike
-from wingbeat.client.swarm import AsyncSwarm, BeginOptions
-from wingbeat.core.errors import RequestError
+from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions
 from wingbeat.core.ports import ResourceLease, ResourcePool
 from wingbeat.core.protocol import (
     EpisodeReply,
     EvaluationReply,
     EvaluationRequest,
     FinishReply,
+    Lease,
     LeaseReply,
     MixingReply,
     PolicyReply,
@@ -34,36 +35,13 @@ from wingbeat.core.protocol import (
     StatusReply,
     TaskSourceReply,
 )
-from wingbeat.core.types import Group, Outcome, Split, Task
+from wingbeat.core.protocol_variants import VariantsReply
+from wingbeat.core.types import Cause, Group, Outcome, Split, Task
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 T = TypeVar("T")
-
-
-class LoopPort:
-    """Runs coroutines on a loop of another thread and waits for their results."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result.  Raises RequestError on the loop's own thread, where waiting would hang."""
-        try:
-            on_loop = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            on_loop = False
-        if on_loop or self._loop.is_closed():
-            coroutine.close()
-            raise RequestError(
-                "a synchronous call on its own event loop would wait for ever; use AsyncSwarm in async code"
-                if on_loop
-                else "this client is closed; make a new one"
-            )
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting: do not leave the call behind
-            raise
 
 
 class SyncEpisode:
@@ -105,6 +83,10 @@ class SyncEpisode:
     def api_key(self) -> str:
         return self._episode.api_key
 
+    def openai(self, **options: Any) -> OpenAI:
+        """As :meth:`Episode.openai`, a synchronous client."""
+        return model_clients.sync_openai(self.base_url, self.api_key, options)
+
     @property
     def policies(self) -> tuple[str, ...]:
         return self._episode.policies
@@ -136,9 +118,9 @@ class SyncEpisode:
         """As :meth:`Episode.finish`."""
         return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
 
-    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT) -> None:
+    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
         """As :meth:`Episode.abort`."""
-        self._port.call(self._episode.abort(message, outcome=outcome))
+        self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
 
     @contextlib.contextmanager
     def lease(self, spec: Any, *, name: str = "") -> Iterator[ResourceLease]:
@@ -180,6 +162,7 @@ class Swarm:
         retry_budget_s: float | None = 120.0,
         finish_budget_s: float | None = None,
         resources: ResourcePool | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self._swarm = AsyncSwarm(
             url,
@@ -188,19 +171,10 @@ class Swarm:
             retry_budget_s=retry_budget_s,
             finish_budget_s=finish_budget_s,
             resources=resources,
+            ca=ca,
         )
-        self._loop = asyncio.new_event_loop()
-        self._port = LoopPort(self._loop)
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run_loop, name="wingbeat-client", daemon=True)
-        self._thread.start()
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        self._thread = LoopThread()
+        self._port = self._thread.port
 
     @property
     def url(self) -> str:
@@ -208,12 +182,7 @@ class Swarm:
 
     def close(self) -> None:
         """End connections, heartbeats and the background thread; twice is harmless."""
-        with self._lock:
-            if not self._thread.is_alive():
-                return
-            self._port.call(self._swarm.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._thread.stop(self._swarm.close())
 
     def __enter__(self) -> Self:
         return self
@@ -239,10 +208,23 @@ class Swarm:
         sources: Sequence[str] | None = None,
         wait_s: float = 30.0,
         patient: bool = False,
+        **version: Unpack[AgentVersion],
     ) -> LeaseReply:
         """As :meth:`AsyncSwarm.lease`."""
-        lease = self._swarm.lease(max_leases, splits=splits, sources=sources, wait_s=wait_s, patient=patient)
+        lease = self._swarm.lease(max_leases, splits=splits, sources=sources, wait_s=wait_s, patient=patient, **version)
         return self._port.call(lease)
+
+    def release(self, leases: Iterable[Lease] = (), *, leaving: bool = False, **version: Unpack[AgentVersion]) -> int:
+        """As :meth:`AsyncSwarm.release`."""
+        return self._port.call(self._swarm.release(leases, leaving=leaving, **version))
+
+    def variants(self) -> VariantsReply:
+        """As :meth:`AsyncSwarm.variants`."""
+        return self._port.call(self._swarm.variants())
+
+    def set_weights(self, weights: Mapping[str, float]) -> VariantsReply:
+        """As :meth:`AsyncSwarm.set_weights`."""
+        return self._port.call(self._swarm.set_weights(weights))
 
     def put_tasks(
         self, source: str, tasks: Iterable[Task], *, split: Split = Split.TRAIN, ratio: float | None = None

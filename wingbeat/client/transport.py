@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -22,14 +23,18 @@ from pydantic_core import PydanticSerializationError
 
 from wingbeat.client.failures import error_from_reply, parse_retry_after
 from wingbeat.client.retry import RetryPolicy
+from wingbeat.client.tls import tls_fault, tls_hint
 from wingbeat.core.errors import RequestError, UnavailableError, WingbeatError
+from wingbeat.core.negotiation import check_answer, write_range
+from wingbeat.core.protocol import CLIENT_HEADER, PROTOCOL_HEADER
+from wingbeat.core.tls import client_context
 
 logger = logging.getLogger("wingbeat.client")
 
 R = TypeVar("R", bound=BaseModel)
 
 _FAILURES = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
-_JSON_HEADERS = {"Content-Type": "application/json"}
+_JSON_HEADERS = {"Content-Type": "application/json", PROTOCOL_HEADER: write_range()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,17 @@ class Transport:
     """A session with one server.  Opens lazily on the running loop; that loop must close it."""
 
     def __init__(
-        self, url: str, *, key: str | None, timeout_s: float, retry: RetryPolicy, rng: random.Random | None = None
+        self,
+        url: str,
+        *,
+        key: str | None,
+        timeout_s: float,
+        retry: RetryPolicy,
+        client_id: str = "",
+        ca: str | os.PathLike[str] | None = None,
+        rng: random.Random | None = None,
     ) -> None:
+        """``client_id``: what the server knows this client by, where its key does not say."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(f"expected a server URL like http://127.0.0.1:8321, got {url!r}", param="url")
@@ -72,7 +86,9 @@ class Transport:
         self.key = key
         self.timeout_s = timeout_s
         self.retry = retry
+        self._tls = client_context(ca) if parts.scheme == "https" else True
         self._rng = rng or random.Random()
+        self._own_headers = {**_JSON_HEADERS, **({CLIENT_HEADER: client_id} if client_id else {})}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -80,7 +96,7 @@ class Transport:
         if self._closed:
             raise RequestError("this client is closed; make a new one")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._tls)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
 
@@ -146,21 +162,26 @@ class Transport:
         except _FAILURES as error:
             return _Failure(self._unreachable(call, error), may_have_acted=True)
         if response.status < 400:
+            check_answer(response.headers.get(PROTOCOL_HEADER, ""), where=self.url)
             return data
         retry_after_s = parse_retry_after(response.headers.get("Retry-After"))
         error = error_from_reply(response.status, data, retry_after_s=retry_after_s, where=call.where)
         return _Failure(error, may_have_acted=response.status not in (429, 503), retry_after_s=retry_after_s)
 
-    def _unreachable(self, call: Call, error: BaseException) -> UnavailableError:
+    def _unreachable(self, call: Call, error: BaseException) -> WingbeatError:
+        refused = tls_fault(self.url, error)
+        if refused is not None:
+            return refused
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         return UnavailableError(
             f"{call.where}: expected a Wingbeat server at {self.url}, got {reason}; is `wingbeat serve` running there?"
+            + tls_hint(self.url, error)
         )
 
     def _headers(self, key: str | None) -> dict[str, str]:
         key = key or self.key
-        return _JSON_HEADERS if key is None else {**_JSON_HEADERS, "Authorization": f"Bearer {key}"}
+        return self._own_headers if key is None else {**self._own_headers, "Authorization": f"Bearer {key}"}
 
     async def stream_lines(self, call: Call) -> AsyncIterator[bytes]:
         """The lines of an endless reply (server-sent events); ends when the server ends it.

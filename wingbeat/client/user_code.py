@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from wingbeat.client.code import RecordingLoader, record_imports
 from wingbeat.core.errors import DependencyMissing, SetupError
 
 
@@ -23,9 +24,11 @@ def load_python_file(path: Path, *, what: str) -> ModuleType:
     name = f"wingbeat_user_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise SetupError(f"expected the {what} file to be a Python file (.py), got {path}")
+    record_imports(path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=RecordingLoader(name, str(path)))
+    assert spec is not None and spec.loader is not None
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)

@@ -4,14 +4,15 @@ Every class names its HTTP status, a stable machine-readable ``code`` and whethe
 Messages say what was expected, what came and how to fix it.
 
     WingbeatError
-    ├─ RequestError (400)           UnsupportedField, ContextOverflow, InvalidToolSchema, InvalidReward
+    ├─ RequestError (400)           UnsupportedField, UnsupportedProtocol, ContextOverflow, InvalidToolSchema, ...
     ├─ AuthenticationError (401), PermissionDenied (403)
     ├─ NotFoundError (404)          UnknownPolicy, UnknownEpisode
     ├─ ConflictError (409)          EpisodeClosed, IdempotencyConflict
     ├─ PayloadTooLarge (413)
-    ├─ OverloadedError (429)        carries retry_after_s
+    ├─ OverloadedError (429)        LimitReached; carries retry_after_s
+    ├─ CallTimeout (504)
     ├─ UnavailableError (503)       NoEngine, VersionGone
-    └─ SetupError (exit code 2)     ConfigError, ModelSourceError, PortInUse, DependencyMissing
+    └─ SetupError (exit code 2)     ConfigError, ModelSourceError, PortInUse, LedgerCorrupt, DependencyMissing
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class RequestError(WingbeatError, ValueError):
 
     status = 400
     code = "invalid_request"
+
+
+class UnsupportedProtocol(RequestError):
+    """Client and server speak no common version of the episode contract; the message names both ranges."""
+
+    code = "unsupported_protocol"
 
 
 class UnsupportedField(RequestError):
@@ -133,6 +140,19 @@ class OverloadedError(WingbeatError):
         self.retry_after_s = retry_after_s
 
 
+class LimitReached(OverloadedError):
+    """A client has as much of something as one client may have; the message names limit, client and number."""
+
+    code = "limit_reached"
+
+
+class CallTimeout(WingbeatError):
+    """A model call lasted longer than ``limits.call_s``; the same again would, too."""
+
+    status = 504
+    code = "call_timeout"
+
+
 class UnavailableError(WingbeatError):
     """Something the request needs is not there right now."""
 
@@ -177,6 +197,12 @@ class PortInUse(SetupError):
     """Another process listens on the wanted port."""
 
     code = "port_in_use"
+
+
+class LedgerCorrupt(SetupError):
+    """The ledger's file is damaged; the message says where, and how to go back to its last good copy."""
+
+    code = "ledger_corrupt"
 
 
 class DependencyMissing(SetupError):

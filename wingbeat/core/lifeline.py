@@ -14,6 +14,13 @@ LIFELINE_VARIABLE = "WINGBEAT_LIFELINE"
 """Set to 1 by a supervisor that holds such a pipe; only then is standard input read."""
 ORPHANED_EXIT = 3
 
+_orphaned = threading.Event()
+
+
+def is_orphaned() -> bool:
+    """Whether this process ends because its supervisor did, and not because somebody asked it to."""
+    return _orphaned.is_set()
+
 
 def end_with_supervisor(*, grace_s: float) -> None:
     """From now on, the supervisor's end is ours: SIGTERM to ourselves, a hard exit ``grace_s`` later (0: at once).
@@ -26,6 +33,7 @@ def end_with_supervisor(*, grace_s: float) -> None:
     def watch() -> None:
         while os.read(0, 1):
             pass
+        _orphaned.set()
         if grace_s > 0:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(grace_s)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from wingbeat.core.types import Outcome, Split
+from wingbeat.core.types import OUTCOME_OF, REPORTABLE, Cause, Outcome, Split
 
 PROTOCOL_HEADER = "x-wingbeat-protocol"
 """A client sends the versions that it speaks (``"1"``, ``"1-2"``), the server the one that it answers in."""
@@ -151,6 +151,8 @@ class LeaseRequest(Wire):
     client_id: str = Field(default="", max_length=200)
     code: CodeDigest = ""
     label: str = Field(default="", max_length=200)
+    instance: str = Field(default="", max_length=200)
+    """Tells the processes of a client apart, so that one can leave (``POST /api/tasks/release``)."""
     sources: list[Identifier] | None = Field(default=None, min_length=1, max_length=1000)
     """The task sources that this client can run; None: all."""
 
@@ -190,6 +192,8 @@ class BeginRequest(Wire):
     code: CodeDigest = ""
     """Under a lease, "" takes the lease's."""
     idle_timeout_s: float | None = Field(default=None, gt=0, le=86400)
+    heartbeats: bool = False
+    """The client promises heartbeats: silence tells from the begin on, not from its first one."""
     tentative_s: float | None = Field(default=None, gt=0, le=300)
     """Begin on trial, as one server of several: unless it is confirmed within so many seconds, the attempt lapses
     and uses up nothing."""
@@ -217,10 +221,13 @@ class Rewards(Wire):
     turns: dict[str, Number] = {}
 
 
+TransactionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
+
+
 class TransactionModel(Wire):
     """What makes a finish the first phase of two: it is durable, and counts once the transaction is committed."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")
+    id: TransactionId
     """Random, chosen by the client: whoever knows it may decide."""
     decider: str = Field(default="", max_length=2000)
     """Address of the server whose decision counts; "": this one's."""
@@ -246,11 +253,70 @@ class FinishReply(Wire):
     """Why a training episode, or a reward of it, trains nothing although it counts as finished."""
 
 
+class DecisionRequest(Wire):
+    """``POST /api/transactions/{id}``: the second phase, at the server that decides first, then at the others."""
+
+    decision: Literal["commit", "abort"]
+
+
+class TransactionReply(Wire):
+    """``GET /api/transactions/{id}``."""
+
+    transaction_id: str
+    state: str
+    """unknown, prepared, committed or aborted."""
+    decider: str = ""
+    """While it is prepared: address of the server whose decision counts; "": this one's."""
+    episodes: list[str] = []
+    """While it is prepared: ids of the episodes that wait here."""
+    waiting_s: float = 0.0
+    """While it is prepared: for how long, since this server began or resumed to wait."""
+    warning: str = ""
+    """Of a commit: why something of these episodes trains nothing."""
+
+
 class AbortRequest(Wire):
     """``POST /api/episodes/{id}/abort``: end without a reward; the slot reopens."""
 
     outcome: Outcome = Outcome.CLIENT
+    cause: Cause | None = None
+    """Of those that a client can know (``REPORTABLE``), one of that outcome; None: the outcome says it all."""
     message: str = Field(default="", max_length=10_000)
+
+    @model_validator(mode="after")
+    def _cause_fits(self) -> AbortRequest:
+        fitting = sorted(cause for cause in REPORTABLE if OUTCOME_OF[cause] is self.outcome)
+        if self.cause is not None and self.cause not in fitting:
+            raise PydanticCustomError(
+                "cause",
+                "expected a cause of outcome {outcome}: {fitting}",
+                {"outcome": self.outcome, "fitting": ", ".join(fitting) or "none is reported"},
+            )
+        return self
+
+
+class DeletedReply(Wire):
+    """``DELETE /api/episodes/{id}`` of a collected conversation."""
+
+    episode_id: str
+    in_batches: int = 0
+    """Logged training batches that still hold its tokens, since a trainer may have to repeat them."""
+
+
+class ConversationReply(Wire):
+    """One entry of ``GET /api/conversations``: a collected conversation that waits for feedback."""
+
+    episode_id: str
+    conversation_id: str
+    """As its application calls it; "" where it does not say."""
+    key: str
+    """The name of its key."""
+    train: bool
+    num_turns: int
+    opened_s: float
+    """Seconds since 1970."""
+    last_s: float
+    """Of its last turn."""
 
 
 class HeartbeatReply(Wire):
@@ -275,6 +341,8 @@ class EpisodeReply(Wire):
     client_id: str = ""
     code: str = ""
     outcome: Outcome | None = None
+    cause: Cause | None = None
+    """Why it ended so; None while it runs."""
     message: str = ""
     """Why it ended so, as whoever ended it said."""
 
@@ -307,6 +375,8 @@ class StatusReply(Wire):
     """Why a complete run ended before its last step, where that is no fault: its tasks are exhausted."""
     policies: list[PolicyReply]
     open_episodes: int
+    endings: dict[str, int] = {}
+    """Attempts that ended since this process began, as ``outcome/cause``."""
     groups_in_flight: int
     groups_buffered: int
     train_steps: int
@@ -319,7 +389,7 @@ class EvaluationRequest(Wire):
 
     source: str | None = None
     policy: str | None = None
-    version: int | None = None
+    version: int | None = Field(default=None, ge=0)
     """None pins the live version at the moment of the call."""
     samples_per_task: int = Field(default=1, ge=1, le=256)
     max_tasks: int | None = Field(default=None, ge=1)
@@ -348,6 +418,8 @@ class EvaluationReply(Wire):
     rewards: dict[str, list[float]] = {}
     """Per task id (``source/id`` where several sources are scored), in order of finishing."""
     sources: dict[str, ScoreReply] = {}
+    agents: dict[str, int] = {}
+    """Finished episodes by version of the agent (``label (code)``), where its clients say which."""
 
 
 class ErrorBody(Wire):

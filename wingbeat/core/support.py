@@ -16,6 +16,8 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
+ROOM = 2**16
+"""Bytes beyond those of the vocabulary that a bitset may have: engines may count padding tokens."""
 WHOLE_VOCABULARY = b""
 _BITSET = 0
 _IDS = 1
@@ -64,10 +66,22 @@ def decode_support(blob: bytes, *, vocabulary: int) -> NDArray[np.bool_]:
     if blob[0] != _BITSET:
         raise ValueError(f"unknown support encoding {blob[0]}: the data is damaged or from a newer release")
     try:
-        bits = np.unpackbits(np.frombuffer(zlib.decompress(blob[1:]), np.uint8)).astype(np.bool_)
+        bits = np.unpackbits(np.frombuffer(_inflated(blob[1:], vocabulary // 8 + ROOM), np.uint8)).astype(np.bool_)
     except zlib.error as error:
         raise ValueError(f"a support is damaged: {error}") from error
     if bits[vocabulary:].any():
         raise ValueError(f"a support reaches beyond the vocabulary of {vocabulary}")
     allowed_V[: bits.size] = bits[:vocabulary]
     return allowed_V
+
+
+def _inflated(data: bytes, most: int) -> bytes:
+    """Unpacked, up to ``most`` bytes: supports come over the wire, and a few bytes can unpack to anything.
+
+    Raises ValueError where there is more, zlib.error where the data is damaged.
+    """
+    unpacking = zlib.decompressobj()
+    unpacked = unpacking.decompress(data, most)
+    if not unpacking.eof:
+        raise ValueError(f"a support is damaged: it does not end within {most} bytes")
+    return unpacked

@@ -95,6 +95,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     policies: tuple[str, ...] = ()
     """Policies this worker was started for; empty means all (engines)."""
     parallelism: int = 1
+    bounded: bool = False
+    """An engine that runs ``engine.max_running`` generations together, and would queue the others by itself."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -140,6 +142,8 @@ class TrainerReady(msgspec.Struct, frozen=True, tag="trainer_ready"):
     """Names the lineage, too: a trainer takes over that of every batch it trains."""
     base_lineage: int = 0
     """Of a lineage that has taken no step yet: the one whose ``step`` it begins at."""
+    damaged: tuple[str, ...] = ()
+    """Newer checkpoints that could not be used, each with the reason."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):

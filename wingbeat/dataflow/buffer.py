@@ -137,6 +137,13 @@ class PolicyBuffer:
             insort(self._groups, kept, key=lambda waiting: waiting.floor_version)
         return kept is not None
 
+    def remove(self, group_id: str) -> bool:
+        """Take one group out, whose members are not to be trained any more; False where it does not wait here."""
+        left = [group for group in self._groups if group.group_id != group_id]
+        was_there = len(left) < len(self._groups)
+        self._groups = left
+        return was_there
+
     def count_dropped(self, group: ReadyGroup, dropped: Iterable[Dropped]) -> None:
         """Count members that left ``group`` before they got here; who dropped them also records it."""
         self.was_called = True

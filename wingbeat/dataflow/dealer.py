@@ -153,7 +153,9 @@ class TaskDealer:
         was_last = self._epochs is not None and first - known.first_epoch >= self._epochs
         # one that comes back from exhaustion does not catch up on what it could not deal
         kept = max(known.pass_, middle) if was_last else known.pass_
-        return msgspec.structs.replace(known, epoch=first, first_epoch=first, position=0, pass_=kept, digest=digest)
+        return msgspec.structs.replace(
+            known, epoch=first, first_epoch=first, position=0, pass_=kept, digest=digest, returned=[]
+        )
 
     def _mean_pass(self, *, without: str) -> float:
         """Where a source begins that is neither ahead of its share nor behind, however far others are behind."""
@@ -315,6 +317,12 @@ class TaskDealer:
         weight = self._weight(found)
         if found.refunds <= MAX_REFUNDS and weight > 0:
             found.pass_ -= 1 / weight
+
+    def take_back(self, task: Task) -> None:
+        """The group of a task was given up before it could count: the task is dealt again."""
+        found = self._train.get(task.source)
+        if found is not None:
+            found.take_back(task)
 
     def skip(self, source: str) -> None:
         """A task was dealt and is not issued at all: it costs its source nothing."""

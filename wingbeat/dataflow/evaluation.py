@@ -3,6 +3,9 @@
 Each task is a group of ``samples_per_task`` episodes in the :class:`GroupBook`, which re-attempts
 failures.  What still fails is reported as missing and never scored as 0: an outage must not look
 like a worse policy.
+
+One version of the agent runs it from beginning to end, since a score of two says nothing of either.  Where that
+version is replaced on the way, the evaluation begins anew, ``MAX_BEGINNINGS`` times in all; then it goes on with both.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.core.types import Split, Task
+from wingbeat.core.types import NO_VARIANT, Split, Task, Variant
 from wingbeat.dataflow.records import ClosedGroup, GroupSpec
+
+MAX_BEGINNINGS = 4
+"""Whoever edits an agent all the time gets a score all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class EvaluationResult:
     """Per task, in order of finishing.  Keys are task ids; ``source/id`` where several sources are scored."""
     sources: Mapping[str, SourceScore] = field(default_factory=dict[str, SourceScore])
     """Per task source."""
+    agents: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Finished episodes by version of the agent, where clients say which; more than one: they ran it together."""
 
     @property
     def num_missing(self) -> int:
@@ -83,10 +91,22 @@ class Evaluation:
         """Group id -> task key."""
         self._rewards: dict[str, list[float]] = {}
         self._missing: Counter[str] = Counter()
+        self._withdrawn: set[str] = set()
+        self._beginnings = 1
+        self._given_up: set[str] = set()
+        """Groups of earlier beginnings."""
+        self._agents: Counter[str] = Counter()
+        self.variant: Variant | None = None
+        """The version of the agent that runs it; None: whichever asks first."""
 
     @property
     def spec(self) -> EvaluationSpec:
         return self._spec
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Of its tasks."""
+        return frozenset(task.source for task in self._tasks)
 
     @property
     def done(self) -> bool:
@@ -105,6 +125,8 @@ class Evaluation:
             return None
         self._waiting.remove(index)
         group_id = f"{self._spec.id}-{index}"
+        if self._beginnings > 1:
+            group_id += f".{self._beginnings}"
         self._pending[group_id] = self._keys[index]
         return GroupSpec(
             id=group_id,
@@ -115,8 +137,32 @@ class Evaluation:
             evaluation_id=self._spec.id,
         )
 
+    def is_pending(self, group_id: str) -> bool:
+        """Whether this group was handed out and still counts."""
+        return group_id in self._pending
+
+    def replace_variant(self) -> tuple[str, ...] | None:
+        """The version of the agent that ran it is gone: another one runs it from the beginning.
+
+        Returns the groups that were given up; None where it has begun too often and goes on with what is missing.
+        """
+        self.variant = None
+        if self._beginnings >= MAX_BEGINNINGS:
+            return None
+        given_up = tuple(self._pending)
+        self._beginnings += 1
+        self._given_up.update(given_up)
+        for collected in (self._pending, self._rewards, self._missing, self._agents):
+            collected.clear()
+        self._waiting = list(range(len(self._tasks)))
+        withdrawn, self._withdrawn = self._withdrawn, set()
+        for source in withdrawn:
+            self.withdraw(source)
+        return given_up
+
     def withdraw(self, source: str) -> None:
         """Hand out no more tasks of a source; its episodes are reported as missing."""
+        self._withdrawn.add(source)
         left = [index for index in self._waiting if self._tasks[index].source == source]
         self._waiting = [index for index in self._waiting if self._tasks[index].source != source]
         if left:
@@ -124,10 +170,16 @@ class Evaluation:
 
     def collect(self, group: ClosedGroup) -> None:
         """Take in a closed group.  Raises ValueError where it is not pending here."""
+        if group.spec.id in self._given_up:
+            self._given_up.remove(group.spec.id)
+            return
         key = self._pending.pop(group.spec.id, None)
         if key is None:
             raise ValueError(f"group {group.spec.id} is not pending in evaluation {self._spec.id}")
         for record in sorted(group.finished, key=lambda record: record.finished_s):
+            variant = Variant(record.label, record.code)
+            if variant != NO_VARIANT:
+                self._agents[str(variant)] += 1
             reward = record.rewards.get(self._spec.policy)
             if reward is None:
                 self._missing[f"no reward for policy {self._spec.policy}"] += 1
@@ -159,6 +211,7 @@ class Evaluation:
             stderr=total.stderr,
             rewards={key: tuple(rewards) for key, rewards in self._rewards.items()},
             sources={source: _score(means) for source, means in by_source.items()},
+            agents=dict(self._agents),
         )
 
 
@@ -194,7 +247,15 @@ def paired_difference(before: EvaluationResult, after: EvaluationResult) -> Pair
     good for the hundred tasks and more that evaluations have.  None with fewer than two common tasks.
     """
     earlier, later = _by_task(before), _by_task(after)
-    differences = [statistics.fmean(later[t]) - statistics.fmean(earlier[t]) for t in earlier if t in later]
+    return difference_of_means(
+        {task: statistics.fmean(rewards) for task, rewards in earlier.items()},
+        {task: statistics.fmean(rewards) for task, rewards in later.items()},
+    )
+
+
+def difference_of_means(before: Mapping[str, float], after: Mapping[str, float]) -> PairedDifference | None:
+    """As :func:`paired_difference`, of the mean rewards by task."""
+    differences = [after[task] - mean for task, mean in before.items() if task in after]
     if len(differences) < 2:
         return None
     mean = statistics.fmean(differences)

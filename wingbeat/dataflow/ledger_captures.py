@@ -81,6 +81,27 @@ class Captures:
         frames = _frames_in(self._path(episode_id, attempt))
         return () if _header_of(frames) is None else tuple(frames)
 
+    def recover(self, episode_id: str, attempt: int) -> tuple[bytes, ...]:
+        """The turns of an attempt that goes on in this process; what a kill cut off at the end is removed.
+
+        Raises ValueError where a turn is damaged that others follow: what its agent was told is not there whole.
+        """
+        path = self._path(episode_id, attempt)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        frames, end = _whole_frames(data)
+        if _is_damaged(data, end):
+            raise ValueError(f"the turns that {path.name} keeps of episode {episode_id} are damaged at byte {end}")
+        if end < len(data):
+            os.truncate(path, end)
+        if not frames:
+            return ()
+        if _header_of(iter(frames)) is None:
+            raise ValueError(f"{path.name} should keep turns of episode {episode_id}, and its header is damaged")
+        return tuple(frames[1:])
+
     def remove(self, episode_id: str, attempt: int) -> None:
         """Forget an attempt; harmless where nothing of it is there."""
         self._path(episode_id, attempt).unlink(missing_ok=True)
@@ -93,6 +114,17 @@ class Captures:
             if header is not None:
                 found.append((header.episode_id, header.attempt))
         return tuple(found)
+
+    def newest_first(self) -> list[tuple[str, int, int]]:
+        """(episode id, attempt, bytes) of everything that is kept, what was written last first."""
+        found: list[tuple[float, str, int, int]] = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            header = _header_of(_frames_in(path))
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                if header is not None:
+                    found.append((stat.st_mtime, header.episode_id, header.attempt, stat.st_size))
+        return [(episode_id, attempt, size) for _, episode_id, attempt, size in sorted(found, reverse=True)]
 
     def num_bytes(self) -> int:
         """Of all files together; one that goes meanwhile counts nothing."""
@@ -124,6 +156,35 @@ def _frames_in(path: Path) -> Iterator[bytes]:
             if len(data) != size or zlib.crc32(data) != checksum:
                 return
             yield data
+
+
+def _whole_frames(data: bytes) -> tuple[list[bytes], int]:
+    """The frames up to the first that is not whole, and where that begins."""
+    frames, at = list[bytes](), 0
+    while (frame := _frame_at(data, at)) is not None:
+        frames.append(frame)
+        at += _FRAME.size + len(frame)
+    return frames, at
+
+
+def _frame_at(data: bytes, at: int) -> bytes | None:
+    if at + _FRAME.size > len(data):
+        return None
+    size, checksum = _FRAME.unpack_from(data, at)
+    frame = data[at + _FRAME.size : at + _FRAME.size + size]
+    return frame if size and len(frame) == size and zlib.crc32(frame) == checksum else None
+
+
+def _is_damaged(data: bytes, end: int) -> bool:
+    """Whether what follows the last whole frame is more than an append that was cut off.
+
+    A frame of full length with a wrong checksum is, and so is anything before another whole frame.
+    """
+    if end + _FRAME.size <= len(data):
+        size, _ = _FRAME.unpack_from(data, end)
+        if 0 < size <= len(data) - end - _FRAME.size:
+            return True
+    return any(_frame_at(data, at) is not None for at in range(end + 1, len(data) - _FRAME.size))
 
 
 def _header_of(frames: Iterator[bytes]) -> CaptureHeader | None:

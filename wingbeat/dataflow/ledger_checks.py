@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
+from wingbeat.dataflow.ledger_integrity import SEALED, damaged_graphs, damaged_rows
 from wingbeat.dataflow.ledger_lineages import read_ancestry
 from wingbeat.dataflow.ledger_schema import BatchState
 
@@ -14,6 +15,11 @@ def contradictions(db: sqlite3.Connection) -> list[str]:
     problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
     broken_links = db.execute("PRAGMA foreign_key_check").fetchall()
     problems += [f"table {row[0]}: row {row[1]} refers to a missing {row[2]}" for row in broken_links]
+    for table in SEALED:
+        if count := damaged_rows(db, table):
+            problems.append(f"table {table}: {count} rows are not what was written (their checksums differ)")
+    if count := damaged_graphs(db):
+        problems.append(f"table episodes: {count} token graphs are not what was written (their checksums differ)")
     for problem, query in _CONTRADICTIONS.items():
         (count,) = db.execute(query).fetchone()
         if count:
@@ -38,6 +44,18 @@ def _misplaced_batches(db: sqlite3.Connection) -> list[str]:
 
 
 _CONTRADICTIONS: Mapping[str, str] = {
+    "prepared attempts without payload or transaction": """SELECT COUNT(*) FROM episodes WHERE state = 'prepared'
+        AND (payload IS NULL OR finish_digest IS NULL OR outcome IS NULL OR transaction_id IS NULL)""",
+    "prepared attempts whose transaction is decided": """SELECT COUNT(*) FROM episodes JOIN transactions
+        USING (transaction_id) WHERE state = 'prepared'""",
+    "prepared attempts in closed groups": """SELECT COUNT(*) FROM episodes e JOIN groups g USING (group_id)
+        WHERE e.state = 'prepared' AND g.state != 'open'""",
+    "running attempts in closed groups": """SELECT COUNT(*) FROM episodes e JOIN groups g USING (group_id)
+        WHERE e.state = 'running' AND g.state != 'open'""",
+    "attempts that count against their transaction": """SELECT COUNT(*) FROM episodes JOIN transactions
+        USING (transaction_id) WHERE (state = 'finished') != (decision = 'commit')""",
+    "finished attempts whose transaction is undecided": """SELECT COUNT(*) FROM episodes WHERE state = 'finished'
+        AND transaction_id IS NOT NULL AND transaction_id NOT IN (SELECT transaction_id FROM transactions)""",
     "samples in a batch of another state": """SELECT COUNT(*) FROM samples s LEFT JOIN batches b USING (batch_id)
         WHERE (s.state = 'batched' AND b.state IS NOT 'logged')
         OR (s.state = 'trained' AND b.state IS NOT 'trained')""",

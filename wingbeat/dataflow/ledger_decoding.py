@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,39 +11,67 @@ from typing import Any
 import msgspec
 import zstandard
 
+from wingbeat.core.errors import LedgerCorrupt
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch
-from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.core.types import Outcome, Split, Task, Variant
 from wingbeat.dataflow.aging import rebase_member
-from wingbeat.dataflow.groups import RestoredSlot
+from wingbeat.dataflow.ledger_integrity import checksum, damaged, damaged_row, member_of, require_sound
 from wingbeat.dataflow.ledger_lineages import read_ancestry
 from wingbeat.dataflow.ledger_schema import AttemptState, SampleState
 from wingbeat.dataflow.ledger_views import SampleStatus
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec, ReadyGroup
+from wingbeat.dataflow.slots import RestoredSlot
 
 _samples_decoder: msgspec.msgpack.Decoder[tuple[EpisodeSamples, ...]] = msgspec.msgpack.Decoder(
     tuple[EpisodeSamples, ...]
 )
 _batch_decoder: msgspec.msgpack.Decoder[TrainingBatch] = msgspec.msgpack.Decoder(TrainingBatch)
 
-GROUP_COLUMNS = """g.group_id, t.source, t.id AS task_id, t.payload AS task_payload, g.split, g.size, g.policies,
-    g.floor_version, g.evaluation_id, g.episode_ids"""
+GROUP_COLUMNS = f"""g.group_id, t.source, t.id AS task_id, t.payload AS task_payload, g.split, g.size, g.policies,
+    g.floor_version, g.evaluation_id, g.episode_ids, {damaged("groups", "g")} AS group_is_damaged"""
+
+UNCONSUMED_COLUMNS = f"""e.episode_id, e.attempt, e.outcome, e.finish_digest, e.rewards, e.metrics, e.payload,
+    e.checksum, s.lineage, s.shaping, {damaged("samples", "s")} AS sample_is_damaged"""
 
 
 def decode_samples(payload: bytes) -> tuple[EpisodeSamples, ...]:
-    """Undo what the ledger did to an episode's samples."""
-    return _samples_decoder.decode(_decompress(payload))
+    """Undo what the ledger did to an episode's samples.  Raises LedgerCorrupt."""
+    try:
+        return _samples_decoder.decode(_decompress(payload))
+    except msgspec.MsgspecError as error:
+        raise LedgerCorrupt(f"an episode's samples cannot be decoded: {error}") from error
 
 
-def decode_batch(payload: bytes) -> TrainingBatch:
-    return _batch_decoder.decode(_decompress(payload))
+def decode_batch(row: sqlite3.Row) -> TrainingBatch:
+    """A batch that is what was logged.  Raises LedgerCorrupt where it is not."""
+    name = f"the batch of step {row['step']} of policy {row['policy']!r}"
+    packed = _decompress(row["payload"])
+    if hashlib.sha256(packed).hexdigest() != row["digest"]:
+        raise damaged_row("batches", name)
+    batch = _batch_decoder.decode(packed)
+    if (batch.policy, batch.step, batch.lineage) != (row["policy"], row["step"], row["lineage"]):
+        raise damaged_row("batches", name)
+    return batch
+
+
+MAX_VALUE_BYTES = 2**31
+"""Of one episode's graph, samples or batch, unpacked."""
 
 
 def _decompress(payload: bytes) -> bytes:
-    return zstandard.ZstdDecompressor().decompress(payload)
+    """Raises LedgerCorrupt, also for a few bytes that would fill the memory: no value of ours is so large."""
+    try:
+        if (size := zstandard.frame_content_size(payload)) > MAX_VALUE_BYTES:
+            raise LedgerCorrupt(f"a compressed value claims {size} bytes; none has more than {MAX_VALUE_BYTES}")
+        return zstandard.ZstdDecompressor().decompress(payload)
+    except zstandard.ZstdError as error:
+        raise LedgerCorrupt(f"a compressed value cannot be read: {error}") from error
 
 
 def group_spec(row: sqlite3.Row) -> GroupSpec:
+    if row["group_is_damaged"]:
+        raise damaged_row("groups", f"group {row['group_id']}")
     return GroupSpec(
         id=row["group_id"],
         task=Task(row["source"], row["task_id"], msgspec.json.decode(row["task_payload"], type=dict[str, Any])),
@@ -55,6 +84,11 @@ def group_spec(row: sqlite3.Row) -> GroupSpec:
 
 
 def record_of(row: sqlite3.Row) -> EpisodeRecord:
+    """Of an attempt that is finished or prepared.  Raises LedgerCorrupt where its row is not what was written."""
+    name = f"episode {row['episode_id']} attempt {row['attempt']}"
+    require_sound("episodes", row, name=name)
+    if row["graph_checksum"] is not None and row["graph_checksum"] != checksum(row["graph"]):
+        raise damaged_row("episodes", f"the token graph of {name}")
     return EpisodeRecord(
         episode_id=row["episode_id"],
         attempt=row["attempt"],
@@ -67,6 +101,9 @@ def record_of(row: sqlite3.Row) -> EpisodeRecord:
         graph=_decompress(row["graph"]) if row["graph"] is not None else b"",
         label=row["label"],
         message=row["message"],
+        cause=row["cause"],
+        client=row["client"],
+        code=row["code"],
         num_turns=row["num_turns"],
         created_s=row["created_s"],
         finished_s=row["finished_s"],
@@ -80,14 +117,18 @@ def restored_slots(connection: sqlite3.Connection, group: sqlite3.Row) -> tuple[
     }
     rows = connection.execute("SELECT * FROM episodes WHERE group_id = ? ORDER BY attempt", (group["group_id"],))
     for row in rows:
-        before = slots[row["episode_id"]]
-        counted = row["state"] == AttemptState.FINISHED and row["outcome"] == Outcome.AGENT
-        failed = not counted and row["state"] in (AttemptState.FINISHED, AttemptState.LOST, AttemptState.ABORTED)
+        before, attempt = slots[row["episode_id"]], row["attempt"]
+        state = member_of(AttemptState, row["state"], where=f"the row of episode {row['episode_id']}")
+        counted = state is AttemptState.FINISHED and row["outcome"] == Outcome.AGENT
+        failed = not counted and state in (AttemptState.FINISHED, AttemptState.LOST, AttemptState.ABORTED)
         slots[row["episode_id"]] = RestoredSlot(
             before.episode_id,
-            next_attempt=row["attempt"] + 1,
+            next_attempt=attempt + 1,
             num_failures=before.num_failures + failed,
             record=_rebased(connection, record_of(row)) if counted else before.record,
+            running=attempt if state in (AttemptState.RUNNING, AttemptState.PREPARED) else None,
+            lost=attempt if state is AttemptState.LOST else None,
+            variant=Variant(row["label"], row["code"]),
         )
     return tuple(slots.values())
 
@@ -133,6 +174,10 @@ def ready_groups(rows: Iterable[sqlite3.Row], policy: str, ancestry: Ancestry) -
 
 
 def _members(row: sqlite3.Row, policy: str, ancestry: Ancestry) -> Sequence[EpisodeSamples]:
+    name = f"episode {row['episode_id']} attempt {row['attempt']}"
+    require_sound("episodes", row, name=name)
+    if row["sample_is_damaged"]:
+        raise damaged_row("samples", name)
     shaping = msgspec.json.decode(row["shaping"] or "{}", type=dict[str, float])
     found = (rebase(s, ancestry, row["lineage"]) for s in decode_samples(row["payload"]) if s.policy == policy)
     return [msgspec.structs.replace(s, shaping=shaping[s.agent]) if s.agent in shaping else s for s in found]

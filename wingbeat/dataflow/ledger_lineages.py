@@ -12,6 +12,7 @@ import sqlite3
 import msgspec
 
 from wingbeat.core.errors import ConflictError
+from wingbeat.dataflow.ledger_integrity import checksum, damaged, damaged_row, seal
 from wingbeat.dataflow.ledger_rows import to_json
 from wingbeat.dataflow.ledger_schema import BatchState, SampleState, check_rollback
 from wingbeat.dataflow.lineages import Ancestry, Lineage
@@ -20,11 +21,13 @@ from wingbeat.dataflow.lineages import Ancestry, Lineage
 def read_ancestry(db: sqlite3.Connection, policy: str) -> Ancestry:
     """The lineages of a policy."""
     rows = db.execute(
-        """SELECT policy, lineage, base_lineage, base_step, reason, began_s FROM lineages WHERE policy = ?
-        ORDER BY lineage""",
+        f"""SELECT policy, lineage, base_lineage, base_step, reason, began_s, {damaged("lineages")} FROM lineages
+        WHERE policy = ? ORDER BY lineage""",
         (policy,),
-    )
-    return Ancestry.of(Lineage(*row) for row in rows)
+    ).fetchall()
+    if any(row[-1] for row in rows):
+        raise damaged_row("lineages", f"a lineage of policy {policy!r}")
+    return Ancestry.of(Lineage(*row[:-1]) for row in rows)
 
 
 def begin_lineage(
@@ -37,8 +40,11 @@ def begin_lineage(
     base_lineage, base_step = before.normal(base_lineage, base_step)
     lineage = Lineage(policy, before.current + 1, base_lineage, base_step, reason, now)
     db.execute(
-        "INSERT INTO lineages VALUES (?, ?, ?, ?, ?, ?)",
-        (policy, lineage.lineage, base_lineage, base_step, reason, now),
+        "INSERT INTO lineages VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(policy, lineage.lineage, base_lineage, base_step, reason, now),
+            checksum(policy, lineage.lineage, base_lineage, base_step),
+        ),
     )
     after = before.with_lineage(lineage)
     for batch_id, state in _settled_batches(db, policy, after):
@@ -93,3 +99,4 @@ def _lower_floors(db: sqlite3.Connection, policy: str, *, highest: int | None) -
         if floors.get(policy, 0) > highest:
             floors[policy] = highest
             db.execute("UPDATE groups SET floor_version = ? WHERE group_key = ?", (to_json(floors), group_key))
+            seal(db, "groups", "group_key = ?", (group_key,))

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from wingbeat.dataflow.ledger_schema import SampleState
+from wingbeat.dataflow.ledger_schema import AttemptState, SampleState
 
 DECILES = 10
 
@@ -29,6 +29,50 @@ class TokenDecile:
     """Finished or in a batch that is not trained yet."""
     discarded: dict[str, int] = field(default_factory=dict[str, int])
     """By reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Attempts that ended alike."""
+
+    state: AttemptState
+    outcome: str
+    """"" where there is none."""
+    cause: str
+    num_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCount:
+    """What one client did."""
+
+    client: str
+    """"" where nobody said."""
+    num_begun: int
+    num_counted: int
+    """Attempts that finished with the outcome ``agent``."""
+    num_open: int
+    num_tokens: int
+    """Sampled, of finished attempts."""
+
+
+def endings(db: sqlite3.Connection) -> tuple[Ending, ...]:
+    """All attempts by how they ended, the most frequent first."""
+    rows = db.execute(
+        """SELECT state, COALESCE(outcome, ''), cause, COUNT(*) AS n FROM episodes GROUP BY 1, 2, 3
+        ORDER BY n DESC, 1, 2, 3"""
+    )
+    return tuple(Ending(AttemptState(state), outcome, cause, n) for state, outcome, cause, n in rows)
+
+
+def clients(db: sqlite3.Connection) -> tuple[ClientCount, ...]:
+    """All clients, the busiest first."""
+    rows = db.execute(
+        """SELECT client, COUNT(*) AS n, SUM(state = 'finished' AND outcome = 'agent'),
+            SUM(state IN ('running', 'prepared')), SUM(CASE WHEN state = 'finished' THEN num_sampled ELSE 0 END)
+        FROM episodes GROUP BY client ORDER BY n DESC, client"""
+    )
+    return tuple(ClientCount(*row) for row in rows)
 
 
 def token_deciles(db: sqlite3.Connection) -> tuple[TokenDecile, ...]:

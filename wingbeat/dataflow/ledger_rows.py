@@ -8,19 +8,24 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from wingbeat.core.errors import ConflictError, IdempotencyConflict, NotFoundError
+from wingbeat.core.errors import ConflictError, EpisodeClosed, IdempotencyConflict, NotFoundError
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.core.types import Split
+from wingbeat.core.types import Outcome, Split
+from wingbeat.dataflow.ledger_integrity import checksum, row_checksum, seal
 from wingbeat.dataflow.ledger_schema import AttemptState, SampleState, check_attempt, check_sample
 from wingbeat.dataflow.operators import counts_in_group
 from wingbeat.dataflow.records import Dropped, EpisodeRecord, GroupSpec, Shaping
 
 OPERATORS = "operators/"
 """Before a policy's name: the key of its chain's state."""
+
+HALTS = "halted/"
+"""Before a policy's name: the key of why its training ended."""
 
 _json_encoder = msgspec.json.Encoder(order="deterministic")
 
@@ -31,7 +36,7 @@ def to_json(value: Any) -> str:
 
 
 def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", (key, value, checksum(key, value)))
 
 
 def insert_group(db: sqlite3.Connection, spec: GroupSpec, *, episode_ids: Sequence[str], now: float) -> None:
@@ -44,6 +49,7 @@ def insert_group(db: sqlite3.Connection, spec: GroupSpec, *, episode_ids: Sequen
             state, opened_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open', ?)""",
         (spec.id, task_key, spec.split, spec.size, *lists, now),
     )
+    seal(db, "groups", "group_id = ?", (spec.id,))
 
 
 def save_operators(db: sqlite3.Connection, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -58,6 +64,27 @@ def group_row(db: sqlite3.Connection, group_id: str) -> tuple[Split, str]:
     if row is None:
         raise NotFoundError(f"group {group_id} is not recorded; record_group comes first")
     return Split(row[0]), str(row[1])
+
+
+def close_open_group(db: sqlite3.Connection, group_id: str, *, reason: str | None, now: float) -> bool:
+    """False: it was closed before.  Attempts that still run in it end.  Raises ConflictError for a prepared member."""
+    group_row(db, group_id)
+    prepared = db.execute(
+        "SELECT episode_id, transaction_id FROM episodes WHERE group_id = ? AND state = 'prepared'", (group_id,)
+    ).fetchone()
+    if prepared is not None:
+        raise ConflictError(
+            f"group {group_id} cannot close: episode {prepared[0]} waits for transaction {prepared[1]}; decide it"
+        )
+    update = "UPDATE groups SET state = 'closed', reason = ?, closed_s = ? WHERE group_id = ? AND state = 'open'"
+    if not db.execute(update, (reason, now, group_id)).rowcount:
+        return False
+    db.execute(
+        """UPDATE episodes SET state = ?, outcome = ?, message = 'its group closed', finished_s = ?
+        WHERE group_id = ? AND state = 'running'""",
+        (AttemptState.INTERRUPTED, Outcome.INFRASTRUCTURE, now, group_id),
+    )
+    return True
 
 
 def attempt_row(db: sqlite3.Connection, episode_id: str, attempt: int) -> tuple[AttemptState, str | None] | None:
@@ -80,7 +107,15 @@ def is_repeated_finish(db: sqlite3.Connection, record: EpisodeRecord) -> bool:
             raise IdempotencyConflict(
                 f"episode {episode_id} attempt {attempt} finished with another body; a finish cannot be changed"
             )
+        if state is AttemptState.PREPARED:
+            raise EpisodeClosed(f"episode {episode_id} attempt {attempt} is prepared: it waits for its transaction")
         check_attempt(episode_id, attempt, current=state, target=AttemptState.FINISHED)
+    check_successors(db, episode_id, attempt)
+    return False
+
+
+def check_successors(db: sqlite3.Connection, episode_id: str, attempt: int) -> None:
+    """Raises ConflictError where another attempt of the episode counts, or a later one has begun."""
     other = db.execute(
         """SELECT attempt, state FROM episodes WHERE episode_id = ?
         AND (attempt > ? OR (attempt < ? AND state = 'finished' AND outcome = 'agent'))""",
@@ -88,50 +123,79 @@ def is_repeated_finish(db: sqlite3.Connection, record: EpisodeRecord) -> bool:
     ).fetchone()
     if other is not None:
         raise ConflictError(f"episode {episode_id} attempt {attempt} cannot count: attempt {other[0]} is {other[1]}")
-    return False
 
 
-def write_finish(db: sqlite3.Connection, record: EpisodeRecord, *, payload: bytes, graph: bytes | None) -> None:
+@dataclass(frozen=True, slots=True)
+class FinishRow:
+    """A finish as it is stored; ``transaction_id`` and ``decider`` where it waits for a decision."""
+
+    record: EpisodeRecord
+    payload: bytes
+    graph: bytes | None
+    transaction_id: str | None = None
+    decider: str | None = None
+
+
+def write_finish(db: sqlite3.Connection, finish: FinishRow) -> None:
+    """Insert or complete an attempt's row: *finished*, or *prepared* where a transaction is named."""
+    record = finish.record
+    values: dict[str, Any] = {
+        "episode_id": record.episode_id,
+        "attempt": record.attempt,
+        "group_id": record.group_id,
+        "label": record.label,
+        "client": record.client,
+        "code": record.code,
+        "state": AttemptState.FINISHED if finish.transaction_id is None else AttemptState.PREPARED,
+        "outcome": record.outcome,
+        "cause": record.cause,
+        "message": record.message,
+        "rewards": to_json(dict(record.rewards)),
+        "metrics": to_json(dict(record.metrics)),
+        "num_turns": record.num_turns,
+        "num_sampled": record.num_sampled,
+        "created_s": record.created_s,
+        "finished_s": record.finished_s,
+        "finish_digest": record.finish_digest,
+        "payload": finish.payload,
+        "graph": finish.graph,
+        "graph_checksum": None if finish.graph is None else checksum(finish.graph),
+        "transaction_id": finish.transaction_id,
+        "decider": finish.decider,
+        "lineages": to_json(current_lineages(db, record)),
+    }
+    values["checksum"] = row_checksum("episodes", values)
+    kept = ("episode_id", "attempt", "group_id", "label", "client", "code")
+    updates = ", ".join(f"{column} = excluded.{column}" for column in values if column not in kept)
     db.execute(
-        """INSERT INTO episodes (episode_id, attempt, group_id, label, state, outcome, message, rewards, metrics,
-            num_turns, num_sampled, created_s, finished_s, finish_digest, payload, graph)
-        VALUES (?, ?, ?, ?, 'finished', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-        ON CONFLICT (episode_id, attempt) DO UPDATE SET state = 'finished', outcome = excluded.outcome,
-            message = excluded.message, rewards = excluded.rewards, metrics = excluded.metrics,
-            num_turns = excluded.num_turns, num_sampled = excluded.num_sampled, created_s = excluded.created_s,
-            finished_s = excluded.finished_s, finish_digest = excluded.finish_digest, payload = excluded.payload,
-            graph = excluded.graph""",
-        (
-            record.episode_id,
-            record.attempt,
-            record.group_id,
-            record.label,
-            record.outcome,
-            record.message,
-            to_json(dict(record.rewards)),
-            to_json(dict(record.metrics)),
-            record.num_turns,
-            record.num_sampled,
-            record.created_s,
-            record.finished_s,
-            record.finish_digest,
-            payload,
-            graph,
-        ),
+        f"""INSERT INTO episodes ({", ".join(values)}) VALUES ({", ".join("?" * len(values))})
+        ON CONFLICT (episode_id, attempt) DO UPDATE SET {updates}""",
+        tuple(values.values()),
     )
 
 
-def insert_samples(db: sqlite3.Connection, record: EpisodeRecord) -> None:
+def current_lineages(db: sqlite3.Connection, record: EpisodeRecord) -> dict[str, int]:
+    """Per policy of its samples the newest lineage: the one to which their versions belong when it finishes."""
+    return {samples.policy: newest_lineage(db, samples.policy)[0] for samples in record.samples}
+
+
+def insert_samples(db: sqlite3.Connection, record: EpisodeRecord, *, lineages: Mapping[str, int] | None = None) -> None:
+    """``lineages``: of the policies when the attempt finished, where that was not just now."""
     counted = counts_in_group(record)
     state, reason = (SampleState.FINISHED, None) if counted else (SampleState.DROPPED, f"outcome_{record.outcome}")
+    known = current_lineages(db, record) if lineages is None else lineages
     tokens: Counter[str] = Counter()
     for samples in record.samples:
         tokens[samples.policy] += samples.num_sampled
     db.executemany(
         """INSERT INTO samples (episode_id, attempt, policy, state, reason, num_tokens, lineage)
-        VALUES (?1, ?2, ?3, ?4, ?5, ?6, (SELECT COALESCE(MAX(lineage), 0) FROM lineages WHERE policy = ?3))""",
-        [(record.episode_id, record.attempt, policy, state, reason, count) for policy, count in tokens.items()],
+        VALUES (?, ?, ?, ?, ?, ?, ?)""",
+        [
+            (record.episode_id, record.attempt, policy, state, reason, count, known[policy])
+            for policy, count in tokens.items()
+        ],
     )
+    seal(db, "samples", "episode_id = ? AND attempt = ?", (record.episode_id, record.attempt))
 
 
 def shape_samples(db: sqlite3.Connection, shaping: Sequence[Shaping]) -> None:
@@ -144,6 +208,7 @@ def shape_samples(db: sqlite3.Connection, shaping: Sequence[Shaping]) -> None:
         update = "UPDATE samples SET shaping = ? WHERE episode_id = ? AND attempt = ? AND policy = ?"
         if not db.execute(update, (to_json(agents), *key)).rowcount:
             raise NotFoundError(f"episode {key[0]} attempt {key[1]} has no finished samples of policy {key[2]!r}")
+        seal(db, "samples", "episode_id = ? AND attempt = ? AND policy = ?", key)
 
 
 def insert_members(db: sqlite3.Connection, batch: TrainingBatch) -> None:

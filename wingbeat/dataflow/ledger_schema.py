@@ -1,11 +1,13 @@
-"""The ledger's tables, states and schema versions.
+"""The ledger's tables and states.
 
 ::
 
-    attempt   running ──▶ finished          a lost attempt may finish late; what a restart interrupted
-                 ├──▶ lost ──▶ finished     may not, its tokens are gone
+    attempt   running ──▶ finished              a lost attempt may finish late; what a restart interrupted
+                 ├──▶ lost ──▶ finished         may not, its tokens are gone
                  ├──▶ aborted
-                 └──▶ interrupted
+                 ├──▶ interrupted
+                 └──▶ prepared ──▶ finished     a finish that counts on several servers or on none (also of a
+                          └──▶ aborted          lost attempt); it waits for its transaction's decision
     sample    finished ──▶ batched ──▶ trained      per (attempt, policy)
                  │ ▲          │            │
                  │ └──────────┴────────────┘        a rollback abandons their step
@@ -16,13 +18,12 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
-from wingbeat.core.errors import ConflictError, EpisodeClosed, SetupError
+from wingbeat.core.errors import ConflictError, EpisodeClosed
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class AttemptState(StrEnum):
@@ -33,7 +34,9 @@ class AttemptState(StrEnum):
     LOST = "lost"
     ABORTED = "aborted"
     INTERRUPTED = "interrupted"
-    """The server stopped while it ran."""
+    """The server stopped while it ran, and it could not be taken up again."""
+    PREPARED = "prepared"
+    """Its finish is durable and waits for its transaction."""
 
 
 class SampleState(StrEnum):
@@ -56,9 +59,16 @@ class BatchState(StrEnum):
 
 ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
     AttemptState.RUNNING: frozenset(
-        {AttemptState.FINISHED, AttemptState.LOST, AttemptState.ABORTED, AttemptState.INTERRUPTED}
+        {
+            AttemptState.FINISHED,
+            AttemptState.LOST,
+            AttemptState.ABORTED,
+            AttemptState.INTERRUPTED,
+            AttemptState.PREPARED,
+        }
     ),
-    AttemptState.LOST: frozenset({AttemptState.FINISHED}),
+    AttemptState.LOST: frozenset({AttemptState.FINISHED, AttemptState.PREPARED}),
+    AttemptState.PREPARED: frozenset({AttemptState.FINISHED, AttemptState.ABORTED}),
     AttemptState.FINISHED: frozenset(),
     AttemptState.ABORTED: frozenset(),
     AttemptState.INTERRUPTED: frozenset(),
@@ -104,8 +114,9 @@ def check_rollback(episode_id: str, attempt: int, *, current: SampleState, targe
         )
 
 
-_TABLES = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+TABLES = (
+    # checksum columns: CRC-32 of the row's content (ledger_integrity), NULL where an older release wrote it
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER) WITHOUT ROWID",
     """CREATE TABLE tasks (
         task_key INTEGER PRIMARY KEY,
         source TEXT NOT NULL,
@@ -125,7 +136,8 @@ _TABLES = (
         state TEXT NOT NULL,
         reason TEXT,
         opened_s REAL NOT NULL,
-        closed_s REAL)""",
+        closed_s REAL,
+        checksum INTEGER)""",
     "CREATE INDEX groups_open ON groups (state) WHERE state = 'open'",
     """CREATE TABLE episodes (
         episode_id TEXT NOT NULL,
@@ -144,9 +156,29 @@ _TABLES = (
         finish_digest TEXT,
         payload BLOB,
         graph BLOB,
+        cause TEXT NOT NULL DEFAULT '',
+        client TEXT NOT NULL DEFAULT '',
+        code TEXT NOT NULL DEFAULT '',
+        idempotency_key TEXT,
+        begin_digest TEXT,
+        key_digests TEXT,
+        begin_policies TEXT,
+        idle_timeout_s REAL,
+        heartbeats INTEGER NOT NULL DEFAULT 0,
+        transaction_id TEXT,
+        decider TEXT,
+        lineages TEXT,
+        checksum INTEGER,
+        graph_checksum INTEGER,
         PRIMARY KEY (episode_id, attempt))""",
     "CREATE INDEX episodes_by_group ON episodes (group_id)",
     "CREATE INDEX episodes_running ON episodes (state) WHERE state = 'running'",
+    "CREATE INDEX episodes_begun ON episodes (idempotency_key) WHERE idempotency_key IS NOT NULL",
+    "CREATE INDEX episodes_in_transactions ON episodes (transaction_id) WHERE transaction_id IS NOT NULL",
+    """CREATE TABLE transactions (
+        transaction_id TEXT PRIMARY KEY,
+        decision TEXT NOT NULL,
+        decided_s REAL NOT NULL) WITHOUT ROWID""",
     # Exactly one attempt of an episode ever counts.
     "CREATE UNIQUE INDEX episodes_counted ON episodes (episode_id) WHERE state = 'finished' AND outcome = 'agent'",
     """CREATE TABLE batches (
@@ -163,6 +195,7 @@ _TABLES = (
         digest TEXT NOT NULL,
         payload BLOB NOT NULL,
         lineage INTEGER NOT NULL DEFAULT 0,
+        weights_checksum TEXT NOT NULL DEFAULT '',
         UNIQUE (policy, lineage, step))""",
     """CREATE TABLE members (
         batch_id TEXT NOT NULL REFERENCES batches,
@@ -177,6 +210,7 @@ _TABLES = (
         base_step INTEGER NOT NULL,
         reason TEXT NOT NULL,
         began_s REAL NOT NULL,
+        checksum INTEGER,
         PRIMARY KEY (policy, lineage)) WITHOUT ROWID""",
     # lineage: of the policy when the attempt finished, to which the versions in its payload belong
     # shaping: what operators added to the reward, per agent; masked: tokens too old to train when batched
@@ -191,6 +225,7 @@ _TABLES = (
         lineage INTEGER NOT NULL DEFAULT 0,
         shaping TEXT,
         masked INTEGER NOT NULL DEFAULT 0,
+        checksum INTEGER,
         PRIMARY KEY (episode_id, attempt, policy),
         FOREIGN KEY (episode_id, attempt) REFERENCES episodes) WITHOUT ROWID""",
     "CREATE INDEX samples_waiting ON samples (policy) WHERE state = 'finished'",
@@ -210,93 +245,3 @@ _TABLES = (
         lineage INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (policy, step)) WITHOUT ROWID""",
 )
-
-Migration = Callable[[sqlite3.Connection], None]
-
-
-def _add_lineages(db: sqlite3.Connection) -> None:
-    """1 to 2: lineages; which attempts a batch holds; shaping and masked tokens of a sample.
-
-    SQLite cannot change a table's UNIQUE, so the batches move to a new table (foreign keys are off meanwhile).
-    """
-    tables = {statement.split()[2]: statement for statement in _TABLES if statement.startswith("CREATE TABLE")}
-    db.execute("ALTER TABLE batches RENAME TO batches_1")
-    db.execute(tables["batches"])
-    columns = (
-        "batch_id, policy, step, group_ids, seed, state, metrics, advantages, logged_s, trained_s, digest, payload"
-    )
-    db.execute(f"INSERT INTO batches ({columns}) SELECT {columns} FROM batches_1")
-    db.execute("ALTER TABLE samples RENAME TO samples_1")
-    db.execute(tables["samples"])
-    columns = "episode_id, attempt, policy, state, reason, batch_id, num_tokens"
-    db.execute(f"INSERT INTO samples ({columns}) SELECT {columns} FROM samples_1")
-    db.execute("UPDATE samples SET batch_id = NULL WHERE state IN ('finished', 'dropped')")
-    db.execute("DROP TABLE samples_1")  # with its indexes
-    db.execute("DROP TABLE batches_1")
-    for statement in _TABLES:
-        if " ON samples " in statement:
-            db.execute(statement)
-    db.execute(tables["members"])
-    db.execute(tables["lineages"])
-    db.execute(
-        """INSERT INTO members SELECT batch_id, episode_id, attempt, 0 FROM samples
-        WHERE state IN ('batched', 'trained')"""
-    )
-    db.execute("ALTER TABLE checkpoints ADD COLUMN lineage INTEGER NOT NULL DEFAULT 0")
-
-
-MIGRATIONS: Mapping[int, Migration] = {1: _add_lineages}
-"""Schema version -> what lifts a ledger from it to the next one; each runs in the transaction of all."""
-
-
-def schema_version(connection: sqlite3.Connection) -> int:
-    """The version of an open ledger; 0 for an empty file.  Raises SetupError where it is no ledger."""
-    try:
-        tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
-    except sqlite3.DatabaseError as error:
-        raise SetupError(f"expected a Wingbeat ledger, got a file that SQLite cannot read: {error}") from error
-    if not tables:
-        return 0
-    row = None
-    if "meta" in tables:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-    if row is None:
-        raise SetupError(f"expected a Wingbeat ledger, got a database with the tables {', '.join(sorted(tables))}")
-    return int(row[0])
-
-
-def check_version(version: int, *, latest: int = SCHEMA_VERSION) -> None:
-    """Raises SetupError for a ledger that a newer Wingbeat wrote."""
-    if version > latest:
-        raise SetupError(
-            f"this ledger has schema version {version}, this Wingbeat reads up to {latest}; "
-            f"upgrade Wingbeat or start a new run directory"
-        )
-
-
-def migrate(
-    connection: sqlite3.Connection,
-    *,
-    latest: int = SCHEMA_VERSION,
-    migrations: Mapping[int, Migration] = MIGRATIONS,
-) -> None:
-    """Create the tables of an empty file, or lift an older ledger to ``latest``; all or nothing.
-
-    Foreign keys must be off.
-    """
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        version = schema_version(connection)
-        check_version(version, latest=latest)
-        if version == 0:
-            for statement in _TABLES:
-                connection.execute(statement)
-            version = SCHEMA_VERSION
-        while version < latest:
-            migrations[version](connection)
-            version += 1
-        connection.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (str(version),))
-        connection.execute("COMMIT")
-    finally:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")

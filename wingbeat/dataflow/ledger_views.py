@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from wingbeat.core.types import Outcome
-from wingbeat.dataflow.groups import RestoredSlot
 from wingbeat.dataflow.ledger_schema import AttemptState, BatchState, SampleState
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
+from wingbeat.dataflow.slots import RestoredSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,38 @@ class OpenGroup:
 
     spec: GroupSpec
     slots: tuple[RestoredSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningAttempt:
+    """An attempt that began, as a restarted server finds it."""
+
+    begin: BeginRecord
+    state: AttemptState
+    created_s: float
+    """Wall clock."""
+    key_digests: tuple[str, ...]
+    """Of all keys that its client was given; none where an older release began it."""
+    transaction_id: str = ""
+    """Of a prepared one."""
+    decider: str = ""
+    outcome: Outcome | None = None
+    """How it ended, where it has; lost ones, too."""
+    cause: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InDoubt:
+    """A prepared finish whose transaction is not decided, as far as this ledger knows."""
+
+    transaction_id: str
+    decider: str
+    """Who knows (an address), as the client said."""
+    record: EpisodeRecord
+    """With versions as they count now."""
+    prepared_s: float
+    """Wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +92,10 @@ class AttemptView:
     """Of an attempt that has ended, with or without a record."""
     message: str = ""
     ended_s: float | None = None
+    cause: str = ""
+    client: str = ""
+    code: str = ""
+    transaction_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

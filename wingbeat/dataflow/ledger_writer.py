@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from wingbeat.core import files
 from wingbeat.core.errors import UnavailableError, WingbeatError
+from wingbeat.dataflow.ledger_damage import LedgerError
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class _Job:
     run: Callable[[sqlite3.Connection], Any]
     future: Future[Any] = field(default_factory=Future[Any])
     result: Any = None
-    error: WingbeatError | sqlite3.Error | None = None
+    error: LedgerError | None = None
 
     def resolve(self) -> None:
         if self.error is None:
@@ -57,15 +58,23 @@ class _Job:
 class CommitThread:
     """Runs jobs on a connection that nobody else may use, and closes it at the end."""
 
-    def __init__(self, connection: sqlite3.Connection, *, wait: Wait = threading.Event.wait) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        wait: Wait = threading.Event.wait,
+        explain: Callable[[LedgerError], LedgerError] = lambda error: error,
+    ) -> None:
         """``connection`` must be in autocommit mode and usable from another thread.
 
-        Jobs may run more than once: what they change outside of the connection must bear that.
+        Jobs may run more than once: what they change outside of the connection must bear that.  What a job fails
+        with goes through ``explain`` first.
         """
         self.blocked = ""
         """What SQLite says while the disk takes no commit, else ""."""
         self._connection = connection
         self._wait = wait
+        self._explain = explain
         self._closing = threading.Event()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -88,14 +97,16 @@ class CommitThread:
             self._queue.put(job)
         return job.future
 
-    def close(self) -> None:
-        """Commit what is queued, then end the thread and close the connection; a second call does nothing."""
+    def close(self) -> bool:
+        """Commit what is queued, then end the thread and close the connection.  False: it was closed before."""
         with self._lock:
-            if not self._stopped:
+            is_first = not self._stopped
+            if is_first:
                 self._stopped = True
                 self._queue.put(None)
                 self._closing.set()
         self._thread.join()
+        return is_first
 
     def _run(self) -> None:
         batch: list[_Job] = []
@@ -125,6 +136,7 @@ class CommitThread:
             self._wait(self._closing, RETRY_S)
         self.blocked = ""
         for job in batch:
+            job.error = None if job.error is None else self._explain(job.error)
             job.resolve()
 
     def _try_commit(self, batch: list[_Job]) -> bool:
@@ -150,7 +162,7 @@ class CommitThread:
         self._connection.execute("SAVEPOINT job")
         try:
             job.result = job.run(self._connection)
-        except (WingbeatError, sqlite3.Error) as error:
+        except (WingbeatError, sqlite3.Error, UnicodeDecodeError) as error:
             if has_no_room(error):
                 raise
             job.error = error

@@ -23,6 +23,9 @@ from wingbeat.core.protocol import FinishRequest
 from wingbeat.core.samples import EpisodeSamples
 from wingbeat.core.types import Outcome, Split, Task
 
+NOT_DEALT = ("client:", "collected:")
+"""How the ids of groups begin whose tasks no dealer dealt: their clients brought them."""
+
 
 class DropReason(StrEnum):
     """Why a finished member never trains."""
@@ -33,6 +36,10 @@ class DropReason(StrEnum):
     """All rewards of every baseline of its group are equal, so every advantage would be 0."""
     NO_TOKENS = "no_tokens"
     """No member of its group sampled a token of this policy."""
+    NO_BASELINE = "no_baseline"
+    """A collected conversation has no group, and the policy's algorithm learns from a comparison within one."""
+    VERSION_LEFT = "agent_version_left"
+    """The version of the agent that its group belonged to left, and too few members had finished."""
 
 
 class Dropped(NamedTuple):
@@ -69,6 +76,31 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginRecord:
+    """An attempt as it began: all that is needed to take it up again in another process."""
+
+    episode_id: str
+    attempt: int
+    group_id: str
+    label: str = ""
+    client: str = ""
+    """Whose quota it counts against."""
+    code: str = ""
+    """Digest of the agent's code, where its client says."""
+    idempotency_key: str = ""
+    """Of the request; the same one again means this attempt.  "": it has none."""
+    begin_digest: str = ""
+    """Of the request's body."""
+    key_digest: str = ""
+    """Of the key that its client was given; keys themselves are never recorded."""
+    policies: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
+    """Policy name to pinned version, or None for the live one; the first is the default."""
+    idle_timeout_s: float = 0.0
+    heartbeats: bool = False
+    """Its client gives signs of life: silence means that it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRecord:
     """A finished attempt: everything that must be durable before the finish is acknowledged.
 
@@ -90,6 +122,10 @@ class EpisodeRecord:
     """The serialised token graph, for people who inspect the episode; the dataflow never reads it."""
     label: str = ""
     message: str = ""
+    cause: str = ""
+    """What ended it, as a code."""
+    client: str = ""
+    code: str = ""
     num_turns: int = 0
     created_s: float = 0.0
     """Wall clock."""
@@ -153,10 +189,15 @@ class ClosedGroup:
     """Slots whose attempts were used up."""
     cut_off: tuple[MissingMember, ...]
     """Slots still open when the group closed at its deadline; end their episodes."""
+    is_recalled: bool = False
+    """The version of the agent that worked in it left before enough members had finished: nothing of it counts, and
+    its task is dealt again."""
 
     @property
     def drop_reason(self) -> str | None:
-        """Set where no member finished, so that nothing of this group can count."""
+        """Set where no member finished, or too few, so that nothing of this group can count."""
+        if self.is_recalled:
+            return f"{DropReason.VERSION_LEFT}: {len(self.finished)} of {self.spec.size} episodes had finished"
         if self.finished:
             return None
         reasons = sorted({m.reason for m in (*self.given_up, *self.cut_off)})

@@ -27,6 +27,8 @@ class SourceState(msgspec.Struct, frozen=True):
     """Groups of it that a policy counted."""
     refunds: int = 0
     """Groups in a row that did not count."""
+    returned: list[str] = []
+    """Ids of tasks that are dealt again, before others: their groups were given up for no fault of theirs."""
 
 
 class TrainSource:
@@ -43,6 +45,7 @@ class TrainSource:
         self.epoch = state.epoch
         self.first_epoch = state.first_epoch
         self.position = state.position
+        self._returned = list(state.returned)
         self._seed = seed
         self._order: list[int] = self._shuffled()
 
@@ -53,11 +56,15 @@ class TrainSource:
 
     def is_exhausted(self, epochs: int | None) -> bool:
         """Whether every task was dealt ``epochs`` times."""
-        is_at_end = self.position == len(self.tasks)
+        is_at_end = self.position == len(self.tasks) and not self._returned
         return epochs is not None and self.epoch - self.first_epoch + is_at_end >= epochs
 
     def deal(self) -> Task:
-        """The next task; after the last one of an epoch, the first one of the next."""
+        """The next task: one that came back, else in order; after the last one of an epoch, the first of the next."""
+        if self._returned:
+            returned = self._returned.pop(0)
+            self.dealt += 1
+            return next(task for task in self.tasks if task.id == returned)
         if self.position == len(self.tasks):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._shuffled()
@@ -65,6 +72,11 @@ class TrainSource:
         self.position += 1
         self.dealt += 1
         return task
+
+    def take_back(self, task: Task) -> None:
+        """Deal a task again; one that is none of these any more is forgotten."""
+        if task in self.tasks:
+            self._returned.append(task.id)
 
     def state(self) -> SourceState:
         return SourceState(
@@ -76,6 +88,7 @@ class TrainSource:
             dealt=self.dealt,
             counted=self.counted,
             refunds=self.refunds,
+            returned=list(self._returned),
         )
 
 

@@ -10,9 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from wingbeat.core.config import Config
+from wingbeat.core.config.server import is_loopback
 from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
+from wingbeat.core.tls import check_certificate
+from wingbeat.server.key_file import KeyFile, exposed, key_file_path
+from wingbeat.server.principals import Role
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BUILTIN = "builtin:"
 PYPI = "pypi:"
 OTHER_MODELS = ("reference", "teacher")
@@ -20,13 +23,24 @@ OTHER_MODELS = ("reference", "teacher")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check_exposure(config: Config) -> None:
-    """Refuse to listen beyond this machine without a key."""
-    if config.server.host not in LOOPBACK and config.server.admin_key is None:
+def check_exposure(config: Config, config_dir: Path, *, resume: Path | None = None) -> None:
+    """Refuse to listen beyond this machine without an admin key, and with keys or a certificate that are none.
+
+    Raises ConfigError, SetupError.
+    """
+    server = config.server
+    runs = resume.absolute().parent if resume is not None else Path(config.run.dir).expanduser().absolute()
+    named = None if server.keys_file is None else str(config_dir / Path(server.keys_file).expanduser())
+    file = KeyFile(key_file_path(named, runs=runs))
+    if named is not None and file.stamp() is None:
         raise ConfigError(
-            f"server.host = {config.server.host!r} is reachable from other machines: set server.admin_key"
-            " (16 characters or more), or bind 127.0.0.1"
+            f"server.keys_file: no file {file.path}; `wingbeat keys create admin --file {file.path}` makes one"
         )
+    has_admin = server.admin_key is not None or any(key.role is Role.ADMIN for key in file.read())
+    if not has_admin and not is_loopback(server.host):
+        raise ConfigError(exposed(server.host, file.path))
+    if server.tls_cert is not None and server.tls_key is not None:
+        check_certificate(*(config_dir / Path(path).expanduser() for path in (server.tls_cert, server.tls_key)))
 
 
 def check_chains(config: Config, config_dir: Path) -> None:
@@ -49,6 +63,11 @@ def check_trains(config: Config) -> None:
     """Refuse to train where no policy does: such a run would never end."""
     if not any(policy.trainable for policy in config.policies.values()):
         raise ConfigError("no policy trains: set policies.NAME.trainable = true for one, or use `wingbeat serve`")
+    if config.run.steps == 0 and not config.eval.at_start:
+        raise ConfigError(
+            "nothing to do: run.steps is 0 and eval.at_start is false; set one of them, or use `wingbeat serve` to host"
+            " policies for others"
+        )
 
 
 def check_sources(config: Config, config_dir: Path) -> None:

@@ -12,24 +12,24 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
-from wingbeat.core.config import AgentConfig, Config, PolicyConfig, TrainerConfig, dump_toml
+from wingbeat.core.config import Config, PolicyConfig, dump_toml
 from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
-from wingbeat.dataflow.operators import absolute_use
 from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
+from wingbeat.deploy.paths import absolute_paths
+from wingbeat.deploy.run_keys import RunKeys
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 START_S = 120.0
 ACCEPT_POLL_S = 0.2
 """Between looks whether the trainers have taken a continued run's settings."""
+CONTROL_MODULE = "wingbeat.server"
 OnNote = Callable[[str], None]
 """Takes what takes its time, in words."""
 
@@ -59,47 +60,6 @@ def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) 
     raise SetupError(f"too many runs named {config.run.name} started in this second; try again")
 
 
-def absolute_paths(config: Config, config_dir: Path) -> Config:
-    """The same configuration with every local path absolute, so that a run resumes from any folder."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str((config_dir / path).absolute())
-
-    def model(source: str | None) -> str | None:
-        return absolute(source) if source is not None and (config_dir / source).exists() else source
-
-    def program(path: str | None) -> str | None:
-        return absolute(path) if path is not None and "/" in path else path
-
-    def agent(config: AgentConfig) -> AgentConfig:
-        return config.model_copy(update={"path": absolute(config.path), "python": program(config.python)})
-
-    def trainer(config: TrainerConfig) -> TrainerConfig:
-        return config.model_copy(update={key: model(getattr(config, key)) for key in OTHER_MODELS})
-
-    policies = {
-        name: policy.model_copy(
-            update={
-                "model": model(policy.model),
-                "chat_template": absolute(policy.chat_template),
-                "trainer": trainer(policy.trainer),
-            }
-        )
-        for name, policy in config.policies.items()
-    }
-    sources = {n: s.model_copy(update={"file": absolute(s.file)}) for n, s in config.tasks.sources.items()}
-    operators = [o.model_copy(update={"use": absolute_use(o.use, config_dir)}) for o in config.dataflow.operators]
-    return config.model_copy(
-        update={
-            "policies": policies,
-            "dataflow": config.dataflow.model_copy(update={"operators": operators}),
-            "tasks": config.tasks.model_copy(update={"file": absolute(config.tasks.file), "sources": sources}),
-            "agent": agent(config.agent),
-            "agents": {name: agent(found) for name, found in config.agents.items()},
-        }
-    )
-
-
 class Supervisor:
     """Starts and watches all processes of one server; an async context manager."""
 
@@ -111,19 +71,24 @@ class Supervisor:
         config_dir: Path,
         sources: Sequence[str] = (),
         on_note: OnNote = lambda text: None,
+        control_module: str = CONTROL_MODULE,
     ) -> None:
         """``config_dir`` is what relative paths in the configuration are relative to, ``sources`` what the caller
-        will bring."""
-        check_exposure(config)
+        will bring, ``control_module`` the program of control (another one may give it other clocks)."""
+        check_exposure(config, config_dir, resume=run_dir)
         self.config = config
         self.run_dir = run_dir
         self.url = ""
+        """As other machines call it."""
+        self.local_url = ""
+        """As this machine does: without TLS, on loopback, where there is TLS outside."""
         self.children: dict[str, Child] = {}
         self._config_dir = config_dir
         self._sources = list(sources)
         self._on_note = on_note
+        self._control_module = control_module
         self._is_new = not any(run_dir.iterdir())
-        self._worker_key = config.server.worker_key or secrets.token_urlsafe(32)
+        self._keys = RunKeys.new()
         self._group: asyncio.TaskGroup | None = None
         self._acceptance: asyncio.Task[None] | None = None
         self._lock: BinaryIO | None = None
@@ -175,14 +140,18 @@ class Supervisor:
             self._lock.close()
 
     def _write_config(self) -> None:
-        write_atomically(self.run_dir / "config.toml", dump_toml(self.config).encode(), mode=OWNER_ONLY)
+        write_atomically(self.run_dir / "config.toml", dump_toml(self._stored()).encode(), mode=OWNER_ONLY)
+
+    def _stored(self) -> Config:
+        """The configuration as files may hold it."""
+        return self.config.model_copy(update={"server": self.config.server.without_keys()})
 
     async def _accept(self) -> None:
         """Keep a continued run's settings once control and every trainer took them.
 
         Until then one of them may refuse (another seed, another rank), and the run must stay as it was.
         """
-        async with AsyncSwarm(self.url, self.config.server.admin_key) as swarm:
+        async with self.swarm() as swarm:
             while True:
                 with contextlib.suppress(WingbeatError):
                     if all(policy.trainer != "absent" for policy in (await swarm.status()).policies):
@@ -192,6 +161,15 @@ class Supervisor:
             self._write_config()
         except UnavailableError as error:  # a full disk
             logger.warning("%s", error)
+
+    def swarm(self) -> AsyncSwarm:
+        """A client with the admin role, for this process."""
+        return AsyncSwarm(self.local_url, self._keys.admin)
+
+    @property
+    def agent_key(self) -> str:
+        """Of the agents that this run starts."""
+        return self._keys.client
 
     async def wait_failed(self) -> SetupError:
         """Returns once a child could not be kept running."""
@@ -218,7 +196,7 @@ class Supervisor:
 
     async def _resolved(self) -> dict[str, Any]:
         """The configuration as JSON data, with the folders of the models that trainers load besides their policy's."""
-        data = self.config.model_dump(mode="json")
+        data = self._stored().model_dump(mode="json")
         for name, policy in self.config.policies.items():
             for key in OTHER_MODELS if policy.trainable else ():
                 source = getattr(policy.trainer, key)
@@ -266,11 +244,13 @@ class Supervisor:
         address.unlink(missing_ok=True)
         path = self.run_dir / "launch.json"
         write_atomically(path, json.dumps(launch).encode(), mode=OWNER_ONLY)
-        self._spawn("control", [sys.executable, "-m", "wingbeat.server", str(path)])
+        self._spawn("control", [sys.executable, "-m", self._control_module, str(path)], keys=self._keys.of_control)
         await self._until_up(address)
-        self.url = str(json.loads(address.read_text())["url"])
+        where = json.loads(address.read_text())
+        self.url, self.local_url = str(where["url"]), str(where["local_url"])
         # a restarted control must be found where the first one was
         launch["config"]["server"]["port"] = int(self.url.rpartition(":")[2])
+        launch["local_port"] = int(self.local_url.rpartition(":")[2]) if self.local_url != self.url else 0
         write_atomically(path, json.dumps(launch).encode(), mode=OWNER_ONLY)
 
     async def _until_up(self, address: Path) -> None:
@@ -295,13 +275,14 @@ class Supervisor:
             self._spawn_worker("trainer", f"trainer-{name}", threads, "--policies", name)
 
     def _spawn_worker(self, role: str, name: str, threads: int, *more: str) -> None:
-        command = [sys.executable, "-m", f"wingbeat.workers.{role}", "--url", self.url, "--worker-id", name]
-        self._spawn(name, [*command, "--threads", str(threads), *more], threads=threads)
+        command = [sys.executable, "-m", f"wingbeat.workers.{role}", "--url", self.local_url, "--worker-id", name]
+        command += ["--threads", str(threads), *more]
+        self._spawn(name, command, keys=self._keys.of_worker, threads=threads)
 
-    def _spawn(self, name: str, command: list[str], *, threads: int = 1) -> None:
+    def _spawn(self, name: str, command: list[str], *, keys: Mapping[str, str], threads: int = 1) -> None:
         assert self._group is not None
         environment = {
-            "WINGBEAT_WORKER_KEY": self._worker_key,
+            **keys,
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -359,12 +340,13 @@ def run_server(
     resume: Path | None = None,
     on_ready: Callable[[Supervisor], None],
     on_note: OnNote = lambda text: None,
+    control_module: str = CONTROL_MODULE,
 ) -> Path:
     """Serve until SIGINT, SIGTERM or a client's stop, and return the run directory.
 
     Raises SetupError if a process cannot be kept up.
     """
-    return asyncio.run(_serve(config, config_dir, resume, on_ready, on_note))
+    return asyncio.run(_serve(config, config_dir, resume, on_ready, on_note, control_module))
 
 
 async def _serve(
@@ -373,16 +355,24 @@ async def _serve(
     resume: Path | None,
     on_ready: Callable[[Supervisor], None],
     on_note: OnNote,
+    control_module: str,
 ) -> Path:
     stop = stop_event()
-    check_exposure(config)
+    check_exposure(config, config_dir, resume=resume)
     tasks = load_tasks(config, config_dir)
     config = absolute_paths(config, config_dir)
     run_dir = resume or make_run_dir(config)
     sources = training_sources(tasks)
-    start = Supervisor(config, run_dir=run_dir, config_dir=config_dir, sources=sources, on_note=on_note)
+    start = Supervisor(
+        config,
+        run_dir=run_dir,
+        config_dir=config_dir,
+        sources=sources,
+        on_note=on_note,
+        control_module=control_module,
+    )
     async with start as supervisor:
-        async with AsyncSwarm(supervisor.url, config.server.admin_key) as swarm:
+        async with supervisor.swarm() as swarm:
             await put_tasks(swarm, tasks)
         on_ready(supervisor)
         waits = [

@@ -104,7 +104,7 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     plan = replace(plan, config=absolute_paths(plan.config, plan.config_dir))
     tasks = load_tasks(plan.config, plan.config_dir)  # faults of the user's files are told before anything starts
     check_agents(plan.config, plan.config_dir)
-    check_exposure(plan.config)
+    check_exposure(plan.config, plan.config_dir, resume=plan.resume)
     stop = stop_event()
     run_dir = plan.resume or make_run_dir(plan.config)
     summary: dict[str, Any] = {}
@@ -117,9 +117,9 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     )
     async with start as supervisor:
         plan.on_ready(supervisor)
-        async with AsyncSwarm(supervisor.url, plan.config.server.admin_key) as swarm:
+        async with supervisor.swarm() as swarm:
             await put_tasks(swarm, tasks)
-            async with agents(plan.config, url=supervisor.url, run_dir=run_dir) as clients:
+            async with agents(plan.config, supervisor=supervisor) as clients:
                 summary = await _follow(plan, swarm, supervisor, clients, stop)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
         evaluations = tuple(e for e in ledger.evaluations() if e.done)
@@ -209,9 +209,10 @@ async def _agents_failed(clients: Sequence[Child]) -> SetupError:
 
 
 @contextlib.asynccontextmanager
-async def agents(config: Config, *, url: str, run_dir: Path) -> AsyncIterator[list[Child]]:
+async def agents(config: Config, *, supervisor: Supervisor) -> AsyncIterator[list[Child]]:
     """The agents' client processes, kept running."""
-    children = [Child(spec, on_change=lambda child: None) for spec in agent_specs(config, url=url, run_dir=run_dir)]
+    specs = agent_specs(config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=supervisor.run_dir)
+    children = [Child(spec, on_change=lambda child: None) for spec in specs]
     lives = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
     try:
         yield children
@@ -220,17 +221,27 @@ async def agents(config: Config, *, url: str, run_dir: Path) -> AsyncIterator[li
         await asyncio.gather(*lives)
 
 
-def agent_specs(config: Config, *, url: str, run_dir: Path) -> list[ChildSpec]:
-    """Each process of each configured agent: ``wingbeat rollout``, as anyone would run it."""
-    environment = {"OMP_NUM_THREADS": "1"}
-    if config.server.admin_key is not None:
-        environment["WINGBEAT_KEY"] = config.server.admin_key
+def agent_specs(config: Config, *, url: str, key: str, run_dir: Path) -> list[ChildSpec]:
+    """Each process of each configured agent: ``wingbeat rollout``, as anyone would run it.
+
+    The key goes through the environment, since others can read command lines.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "WINGBEAT_KEY": key}
     specs: list[ChildSpec] = []
     for name, agent in config.running_agents.items():
         command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", str(agent.path), "--server", url]
         command += [part for source in agent.sources or () for part in ("--source", source)]
         command += ["--concurrency", str(agent.concurrency), "--grace-s", "3"]
-        for index in range(agent.processes):
+        label = agent.label or (name if config.agents or agent.weight is not None else "")
+        command += ["--label", label] if label else []
+        for option, value in (
+            ("--episode-timeout-s", agent.episode_timeout_s),
+            ("--max-memory-mb", agent.max_memory_mb),
+        ):
+            command += [] if value is None else [option, str(value)]
+        if agent.watch:  # one command watches for all processes
+            command += ["--watch", "--processes", str(agent.processes)]
+        for index in range(1 if agent.watch else agent.processes):
             process = f"agent-{name}-{index}" if config.agents else f"agent-{index}"
             specs.append(ChildSpec(process, command, environment, run_dir / "logs" / f"{process}.log"))
     return specs

@@ -11,28 +11,43 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
 from pydantic import BaseModel
 
 from wingbeat.core.config import Config
+from wingbeat.core.config.server import is_loopback
 from wingbeat.core.errors import PortInUse, SetupError
 from wingbeat.core.files import write_atomically
+from wingbeat.core.keys import ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import end_with_supervisor
+from wingbeat.core.tls import server_context
 from wingbeat.server.app import create_app
 from wingbeat.server.control import Control
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.http_protocol import Bounds, bounded_protocol, sweep
+from wingbeat.server.key_file import KeyFile, exposed, key_file_path
+from wingbeat.server.keys import KeyRing, OwnKeys
 
 MAX_FRAME_BYTES = 1 << 30
 GC_THRESHOLDS = (20_000, 20, 50)
 """Allocations before a collection of the youngest objects, and how many of those before one of the older."""
+OWN_FILES = 1024
+"""Files that control has open besides its connections: the ledger, captures, logs."""
+SWEEP_EVERY_S = 1.0
+"""How often slow requests are looked for."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep a connection (our SDK 60 s): one that closes while a request is sent loses the request."""
 ORPHAN_GRACE_S = 10.0
 """How long control takes at most to close in peace once its supervisor is gone."""
 
@@ -45,6 +60,8 @@ class Launch(BaseModel):
     run_dir: Path
     sources: list[str] = []
     """Task sources that are on their way: nothing is dealt before all of them have come."""
+    local_port: int = 0
+    """With TLS: the port on loopback for the server's own processes; 0 takes a free one."""
 
 
 def shorten_gc_pauses() -> None:
@@ -56,6 +73,17 @@ def shorten_gc_pauses() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def allow_files(wanted: int) -> None:
+    """Let this process have as many files and connections open as the system permits, up to ``wanted``.
+
+    The usual 1024 of a login shell would end at a thousand connections with an error per call.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,9 +107,12 @@ def bind(host: str, port: int) -> socket.socket:
 class AnnouncedServer(uvicorn.Server):
     """Writes its address once it serves, and not before: whoever reads it may call at once."""
 
-    def __init__(self, config: uvicorn.Config, *, address_file: Path) -> None:
+    def __init__(self, config: uvicorn.Config, *, address_file: Path, local: socket.socket | None = None) -> None:
+        """``local``: where the server's own processes come in without TLS, which would need its outer name."""
         super().__init__(config)
         self._address_file = address_file
+        self._local = local
+        self._swept = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_signal: Callable[[], None] = lambda: None
         """Called on the loop when SIGTERM comes."""
@@ -91,9 +122,24 @@ class AnnouncedServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             shorten_gc_pauses()
-            host, port = sockets[0].getsockname()[:2]
-            where = {"url": f"http://{host}:{port}", "pid": os.getpid()}
+            url = local_url = _url("https" if self.config.is_ssl else "http", sockets[0])
+            if self._local is not None:
+                self.servers.append(await self._loop.create_server(self._protocol, sock=self._local))
+                local_url = _url("http", self._local)
+            where = {"url": url, "local_url": local_url, "pid": os.getpid()}
             write_atomically(self._address_file, json.dumps(where).encode())
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Also look for requests that come too slowly."""
+        now = asyncio.get_running_loop().time()
+        if now - self._swept >= SWEEP_EVERY_S:
+            sweep(self.server_state.connections, now, every_s=now - self._swept)
+            self._swept = now
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Tell control before connections are closed, so that nobody's long wait is cut off."""
@@ -102,17 +148,57 @@ class AnnouncedServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def serve(launch: Launch, worker_key: str) -> None:
+def _url(scheme: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def key_ring(launch: Launch, worker_key: str) -> KeyRing:
+    """All keys of this server.  Raises SetupError where it would be open to other machines."""
+    server = launch.config.server
+    file = KeyFile(key_file_path(server.keys_file, runs=launch.run_dir.parent))
+    own = OwnKeys(admin=os.environ.get(ADMIN_KEY_VARIABLE), client=os.environ.get(CLIENT_KEY_VARIABLE))
+    workers = (worker_key, *((server.worker_key,) if server.worker_key is not None else ()))
+    keys = KeyRing.of(server.admin_key, *workers, own=own, file=file)
+    if keys.is_open and not is_loopback(server.host):
+        raise SetupError(exposed(server.host, file.path))
+    return keys
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    cert, key = config.server.tls_cert, config.server.tls_key
+    return None if cert is None or key is None else server_context(Path(cert), Path(key))
+
+
+async def serve(
+    launch: Launch,
+    worker_key: str,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> None:
     """Run control until a signal."""
     config = launch.config
-    keys = RoleKeys.of(config.server.admin_key, worker_key)
+    allow_files(config.server.max_connections + OWN_FILES)
+    keys = key_ring(launch, worker_key)
+    tls = _tls(config)
     listener = bind(config.server.host, config.server.port)
-    control = Control(config, models=launch.models, run_dir=launch.run_dir, keys=keys, sources=launch.sources)
+    control = Control(
+        config,
+        models=launch.models,
+        run_dir=launch.run_dir,
+        keys=keys,
+        sources=launch.sources,
+        clock=clock,
+        wall=wall,
+    )
     server = AnnouncedServer(
         uvicorn.Config(
             create_app(control, keys),
             loop="none",
-            http="httptools",
+            http=bounded_protocol(Bounds(config.server.max_connections, config.server.request_timeout_s)),
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
+            timeout_keep_alive=KEEP_ALIVE_S,
             ws="websockets-sansio",
             ws_max_size=MAX_FRAME_BYTES,
             ws_per_message_deflate=False,
@@ -123,6 +209,7 @@ async def serve(launch: Launch, worker_key: str) -> None:
             lifespan="on",
         ),
         address_file=launch.run_dir / "server.json",
+        local=None if tls is None else bind("127.0.0.1", launch.local_port),
     )
     server.on_signal = control.announce_stop
     control.on_stop = lambda: setattr(server, "should_exit", True)
@@ -133,15 +220,15 @@ async def serve(launch: Launch, worker_key: str) -> None:
         raise RuntimeError("control failed; the log above says why") from control.error
 
 
-def main() -> None:
-    """Entry point of the process."""
+def main(*, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    """Entry point of the process; other clocks are for tests of what a jump of them does."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s control %(levelname)s %(message)s")
     launch = Launch.model_validate_json(Path(sys.argv[1]).read_bytes())
     end_with_supervisor(grace_s=ORPHAN_GRACE_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(launch, os.environ["WINGBEAT_WORKER_KEY"]))
+            runner.run(serve(launch, os.environ[WORKER_KEY_VARIABLE], clock=clock, wall=wall))
     except SetupError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

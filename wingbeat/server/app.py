@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from wingbeat.core.errors import PayloadTooLarge, PermissionDenied, WingbeatError
+from wingbeat.core.errors import PayloadTooLarge, UnavailableError, WingbeatError
 from wingbeat.server.control import Control
 from wingbeat.server.error_answers import error_headers, error_response, http_fault
-from wingbeat.server.keys import RoleKeys
-from wingbeat.server.routes_calls import (
-    ROUTES,
-    ModelCalls,
-    base_url_hint,
-    dialect_of,
-    refuse_other_origins,
-    without_key,
-)
+from wingbeat.server.guard import Guard
+from wingbeat.server.keys import KeyRing
+from wingbeat.server.openapi import describe
+from wingbeat.server.protocol_versions import ProtocolVersions
+from wingbeat.server.request_limits import RequestLimits
+from wingbeat.server.routes_calls import ROUTES, ModelCalls, base_url_hint, dialect_of, without_key
+from wingbeat.server.routes_collect import collect_routes
 from wingbeat.server.routes_episodes import episode_routes
+from wingbeat.server.routes_keys import key_routes
 from wingbeat.server.routes_run import run_routes
 from wingbeat.server.routes_tasks import task_routes
+from wingbeat.server.routes_teams import team_routes
+from wingbeat.server.routes_variants import variant_routes
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(control: Control, keys: RoleKeys) -> ASGIApp:
+def create_app(control: Control, keys: KeyRing) -> ASGIApp:
     """The application; entering its lifespan starts control, leaving it stops control.
 
     Model calls are served in front of everything else.
     """
-    return ServerErrorMiddleware(ModelCalls(control, _api(control, keys)), handler=_unexpected_call)
+    app = Guard(
+        ModelCalls(control, RequestLimits(control, keys, _api(control, keys))),
+        keys,
+        allowed_hosts=control.config.server.allowed_hosts,
+    )
+    return ServerErrorMiddleware(app, handler=_unexpected_call)
 
 
-def _api(control: Control, keys: RoleKeys) -> FastAPI:
+def _api(control: Control, keys: KeyRing) -> FastAPI:
     """``/api``, the workers' endpoint and the rest."""
 
     @asynccontextmanager
@@ -55,6 +59,10 @@ def _api(control: Control, keys: RoleKeys) -> FastAPI:
     app.include_router(episode_routes(control, keys))
     app.include_router(task_routes(control, keys))
     app.include_router(run_routes(control, keys))
+    app.include_router(variant_routes(control, keys))
+    app.include_router(key_routes(keys))
+    app.include_router(collect_routes(control, keys))
+    app.include_router(team_routes(control, keys))
 
     @app.websocket("/worker/v1")
     async def worker(socket: WebSocket) -> None:
@@ -62,30 +70,12 @@ def _api(control: Control, keys: RoleKeys) -> FastAPI:
 
     app.add_exception_handler(WingbeatError, _wingbeat_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _hung_up)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(OwnOrigin)
-    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
+    app.add_middleware(ProtocolVersions)
+    app.openapi = lambda: describe(app, ROUTES)  # type: ignore[method-assign]
     app.add_middleware(BodyLimit, max_bytes=control.config.server.max_body_bytes)
     return app
-
-
-def _described(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with the model calls that are served in front of this application."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for route in ROUTES:
-            operation: dict[str, Any] = {"tags": ["model calls"], "summary": route.summary}
-            operation["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in re.findall(r"{(\w+)}", route.path)
-            ]
-            if route.fields:
-                properties = {"type": "object", "properties": {name: {} for name in sorted(route.fields)}}
-                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": properties}}}
-            operation["responses"] = {"200": {"description": "Successful Response"}}
-            schema["paths"].setdefault(route.path, {})[route.method.lower()] = operation
-        app.openapi_schema = schema
-    return app.openapi_schema
 
 
 async def _wingbeat_error(request: Request, error: Exception) -> Response:
@@ -101,6 +91,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return Response(dialect_of(path).error(own), own.status, error.headers, media_type="application/json")
 
 
+async def _hung_up(request: Request, error: Exception) -> Response:
+    """Nobody reads this; without it the log would have a traceback for every caller that leaves."""
+    return error_response(UnavailableError("the caller hung up before its request had arrived"))
+
+
 async def _unexpected(request: Request, error: Exception) -> Response:
     return error_response(_logged(request, error))
 
@@ -114,22 +109,6 @@ async def _unexpected_call(request: Request, error: Exception) -> Response:
 def _logged(request: Request, error: Exception) -> WingbeatError:
     logger.exception("unexpected error in %s %s", request.method, without_key(request.url.path), exc_info=error)
     return WingbeatError(f"unexpected {type(error).__name__} in the server; its log has the details")
-
-
-class OwnOrigin:
-    """Refuses requests that a web page of another origin sends."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                refuse_other_origins(dict(scope["headers"]))
-            except PermissionDenied as refusal:
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -9,13 +9,19 @@ import orjson
 from pydantic import ValidationError
 
 from wingbeat.core.errors import InvalidReward, RequestError
-from wingbeat.core.protocol import GroupModel, Rewards, TaskModel, Wire
+from wingbeat.core.protocol import GroupModel, Rewards, TaskModel, TransactionModel, Wire
 from wingbeat.server.requests import decode_json
 from wingbeat.server.suggestions import did_you_mean
 
 M = TypeVar("M", bound=Wire)
 
-NESTED: Mapping[str, type[Wire]] = {"task": TaskModel, "tasks": TaskModel, "group": GroupModel, "rewards": Rewards}
+NESTED: Mapping[str, type[Wire]] = {
+    "task": TaskModel,
+    "tasks": TaskModel,
+    "group": GroupModel,
+    "rewards": Rewards,
+    "transaction": TransactionModel,
+}
 """The models of fields that hold one."""
 
 

@@ -21,6 +21,8 @@ from typing import Any, Self
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import LineFile
+from wingbeat.core.lifeline import is_orphaned
+from wingbeat.core.types import Cause
 from wingbeat.core.worker_protocol import (
     ControlMessage,
     PolicySpec,
@@ -37,7 +39,11 @@ from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.operators import Fault, VarianceRule, build_chain, check_operators
 from wingbeat.dataflow.records import DropReason
 from wingbeat.dataflow.step_rule import StepRule
+from wingbeat.server.collect_setup import make_collecting
+from wingbeat.server.conversations import CollectedEpisode
+from wingbeat.server.deciders import Deciders
 from wingbeat.server.director import Director, DirectorParts
+from wingbeat.server.endings import Endings
 from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
@@ -45,16 +51,20 @@ from wingbeat.server.finishing import Finishing, FinishingParts
 from wingbeat.server.gateway import Gateway
 from wingbeat.server.health import HealthWatch
 from wingbeat.server.hub import WorkerHub, WorkerSession
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.keys import KeyRing
+from wingbeat.server.limits import Limits
+from wingbeat.server.ledger_watch import LedgerWatch
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import HostContext, PolicyHost
+from wingbeat.server.recovery import dump_noted_turn
 from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.snapshots import Snapshots
 from wingbeat.server.status import blockers
-from wingbeat.tracking.serialize import dump_turn
+from wingbeat.server.teams import TeamParts, Teams
+from wingbeat.server.variants import VariantParts, Variants
 from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn
 
@@ -73,22 +83,29 @@ class Control:
         *,
         models: dict[str, Path],
         run_dir: Path,
-        keys: RoleKeys,
+        keys: KeyRing,
         sources: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """``models`` holds the resolved folder of every policy, ``sources`` the task sources that will be brought."""
+        """``models`` holds the resolved folder of every policy, ``sources`` the task sources that will be brought.
+
+        ``clock`` rules every deadline; what ``wall`` says is recorded and decides nothing.
+        """
         check_operators(config)
         self.config = config
+        self.keys = keys
         self.run_dir = run_dir
         self.clock = clock
-        self.events = EventLog(run_dir / "events.jsonl")
+        self.events = EventLog(run_dir / "events.jsonl", clock=wall)
         self.metrics = ControlMetrics()
+        self.endings = Endings(self.metrics)
+        self.limits = Limits(config.limits, metrics=self.metrics, clock=clock)
         self.changed = Changed()
         self.overlap = OverlapMeter(clock)
         self.engines = EnginePool(wait_s=ENGINE_WAIT_S, on_activity=self.overlap.generating)
         meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
-        self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta)
+        self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta, clock=wall)
         self.dealer = TaskDealer(
             config.run.seed,
             ratios=config.tasks.ratios,
@@ -101,21 +118,31 @@ class Control:
             group_floor=config.dataflow.group_floor,
             group_deadline_s=config.dataflow.group_deadline_s,
             clock=clock,
+            mixes_variants=config.dataflow.mix_agent_versions,
         )
         self.barrier = Barrier(lambda: self.policies.values(), is_set=config.dataflow.barrier)
         self.policies = {name: self._host(name, models[name]) for name in config.policies}
-        self.health = HealthWatch(config, events=self.events, metrics=self.metrics)
+        self.ledger_watch = LedgerWatch(self.ledger, every_s=config.dataflow.ledger_backup_s, events=self.events)
+        self.health = HealthWatch(
+            config, events=self.events, metrics=self.metrics, ledger=self.ledger, watch=self.watch
+        )
         self.snapshots = Snapshots(self.policies, run_dir=run_dir, events=self.events, changed=self.changed)
         self.registry = EpisodeRegistry(keys, clock=clock)
+        self.registry.on_add = self.limits.began
         self.evaluations = Evaluations(
             EvaluationParts(self.policies, self.dealer, self.ledger, self.events, self.changed, self.watch)
         )
+        self.variants = self._make_variants()
         self.rollouts = self._make_rollouts()
         self.finishing = self._make_finishing()
+        self._deciders = Deciders(frozenset(config.server.peers))
+        self.teams = self._make_teams()
+        self.collecting = make_collecting(self, keys, wall=wall)
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
         self._session_parts = SessionParts(
-            self.engines, self.policies, self.events, self.changed, is_stopping=lambda: self.stopping
+            self.engines, self.policies, self.events, self.changed, is_stopping=lambda: self.stopping,
+            max_running=config.engine.max_running,
         )
         self.director = self._make_director()
         self.stopping = False
@@ -126,6 +153,21 @@ class Control:
         self._disk_is_full = False
         self._tasks: asyncio.Task[None] | None = None
         self._started = clock()
+
+    def _make_variants(self) -> Variants:
+        return Variants(
+            VariantParts(
+                config=self.config,
+                run_dir=self.run_dir,
+                book=self.book,
+                evaluations=self.evaluations,
+                events=self.events,
+                changed=self.changed,
+                meter=self.metrics.agents,
+                open_episodes=self.registry.open_episodes,
+                clock=self.clock,
+            )
+        )
 
     def _make_rollouts(self) -> Rollouts:
         return Rollouts(
@@ -145,6 +187,9 @@ class Control:
                 is_stopping=lambda: self.stopping,
                 blockers=lambda: blockers(self),
                 clock=self.clock,
+                limits=self.limits,
+                variants=self.variants,
+                endings=self.endings,
             )
         )
 
@@ -163,12 +208,36 @@ class Control:
                 watch=self.watch,
                 on_closed=self.rollouts.forget_groups,
                 on_settled=self.rollouts.issuer.settled,
+                variants=self.variants,
+                endings=self.endings,
+            )
+        )
+
+    def _make_teams(self) -> Teams:
+        return Teams(
+            TeamParts(
+                policies=self.policies,
+                finishing=self.finishing,
+                book=self.book,
+                ledger=self.ledger,
+                registry=self.registry,
+                events=self.events,
+                metrics=self.metrics,
+                watch=self.watch,
+                peers=frozenset(self.config.server.peers),
+                timeout_s=self.config.server.transaction_timeout_s,
+                ask=self._deciders.ask,
+                clock=self.clock,
             )
         )
 
     def _capture(self, episode: OpenEpisode, turn: Turn) -> None:
         """A turn that its caller may have seen must outlive this process."""
-        self.ledger.capture_turn(episode.episode_id, episode.attempt, dump_turn(episode.graph, turn))
+        if isinstance(episode, CollectedEpisode):
+            self.collecting.store.capture(episode, turn)
+            return
+        lineage = self.policies[turn.policy].ancestry.current
+        self.ledger.capture_turn(episode.episode_id, episode.attempt, dump_noted_turn(episode, turn, lineage=lineage))
 
     def _make_director(self) -> Director:
         return Director(
@@ -253,6 +322,9 @@ class Control:
         self._loop = asyncio.get_running_loop()
         restore_run(self)
         self.snapshots.restore()
+        for host in self.policies.values():
+            self.health.restore(host)
+        await self.collecting.restore()
         self.events.emit("started", run=self.config.run.name, seed=self.config.run.seed)
         self._tasks = asyncio.create_task(self._background(), name="control")
         return self
@@ -261,7 +333,7 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.stopping = True
-        if self.error is None:  # else the workers wait for control's successor
+        if self.error is None and not is_orphaned():  # else the workers wait for control's successor
             self.hub.shutdown("control stops")
             await self.hub.flush(2.0)
         calls = [call for episode in self.registry.open_episodes() for call in episode.calls]
@@ -269,6 +341,9 @@ class Control:
         for task in (*background, *calls):
             task.cancel()
         await asyncio.gather(*background, *calls, return_exceptions=True)
+        await self.collecting.close()
+        await self.teams.close()
+        await self._deciders.close()
         self.events.emit("stopped")
         self.events.close()
         self._metrics_file.close()
@@ -314,6 +389,8 @@ class Control:
                 group.create_task(self._reap(), name="reap")
                 group.create_task(self.director.run(), name="direct")
                 group.create_task(self.snapshots.run(), name="snapshots")
+                group.create_task(self.ledger_watch.run(), name="ledger-watch")
+                group.create_task(self.collecting.run(), name="collect")
         except* Exception as errors:
             logger.exception("a background task of control failed")
             self._fail(errors.exceptions[0])
@@ -322,8 +399,14 @@ class Control:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
             self.rollouts.reap()
+            for episode in self.rollouts.overdue():
+                limit = self.config.dataflow.episode_deadline_s
+                self.finishing.break_off(episode, Cause.EPISODE_DEADLINE, f"dataflow.episode_deadline_s = {limit:g}")
             self.finishing.settle()
+            self.teams.reap()
             self._tell_of_a_full_disk()
+            self.keys.refresh()
+            await self.hub.drop_unwelcome()
 
     def _tell_of_a_full_disk(self) -> None:
         """When the ledger's disk fills up, and when it takes writes again."""
@@ -344,6 +427,7 @@ class Control:
             "perf/overlap_frac": self.overlap.fraction,
             "time/elapsed_s": self.clock() - self._started,
             **self.finishing.sources.step(host.name, host.last_batch, self.dealer.places()),
+            **self.variants.meter.step(host.name),
             **self.evaluations.scores(host.name),
             **{f"discarded/{reason}": float(c.num_episodes) for reason, c in host.buffer.discards.items()},
             **host.buffer.token_metrics(),

@@ -80,8 +80,9 @@ class Director:
                 self._evaluate(host, "before")
 
     async def _evaluate_after(self) -> None:
-        await self._until(self._can_evaluate)  # after a restart, a trainer has yet to tell of its weights
-        for host in self._trainable:
+        # after a restart, a trainer has yet to tell of its weights; meanwhile the last eval source may be removed
+        await self._until(lambda: self._can_evaluate() or not self._parts.dealer.num_tasks(Split.EVAL))
+        for host in self._trainable if self._can_evaluate() else ():
             if not host.halted:
                 self._evaluate(host, "after")
         await self._until(lambda: not self._parts.evaluations.running)

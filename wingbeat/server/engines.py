@@ -2,6 +2,9 @@
 
 A request never dies with its engine: it waits for another (or the restarted one) and continues from
 the tokens that were already delivered.  Requests of one episode prefer the engine that holds their KV.
+
+An engine that says how many generations it runs together is given little more than that; the others wait here,
+where clients are served in turn (:mod:`wingbeat.server.fairness`).  What runs is never pre-empted.
 """
 
 from __future__ import annotations
@@ -9,10 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,6 @@ from wingbeat.core.samples import INT_DTYPE
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.worker_protocol import (
     Abort,
-    ControlMessage,
     Generate,
     Manifest,
     PinVersion,
@@ -32,74 +31,8 @@ from wingbeat.core.worker_protocol import (
     WeightsServed,
 )
 from wingbeat.dataflow.lineages import Ancestry
-
-
-class Served(NamedTuple):
-    """A live version as an engine acknowledged it; ordered by when it came to be served."""
-
-    lineage: int
-    version: int
-    checksum: str
-
-
-@dataclass(slots=True, eq=False)
-class EngineLink:
-    """One connected engine."""
-
-    worker_id: str
-    host_id: str
-    send: Callable[[ControlMessage], None]
-    served: dict[str, Served] = field(default_factory=dict)
-    """Per policy, what it serves live."""
-    pinned: set[tuple[str, int]] = field(default_factory=set)
-    flights: dict[str, Flight] = field(default_factory=dict)
-    stats: dict[str, dict[str, float]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    """Per policy, the last command that it could not carry out, for the status; a later one that it could ends it."""
-
-    def serves(self, policy: str, version: int | None) -> bool:
-        return policy in self.served if version is None else (policy, version) in self.pinned
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One generation."""
-
-    request_id: str
-    policy: str
-    version: int | None
-    prompt_ids: np.ndarray[tuple[int], np.dtype[np.int32]]
-    sampling: SamplingParams
-    cache_key: str
-    stream: bool
-    delivered: list[int] = field(default_factory=list)
-    """Tokens received so far: where another engine would continue."""
-    patience: asyncio.TimerHandle | None = None
-    """Runs while no engine has it."""
-    _chunks: deque[TokenChunk] = field(default_factory=deque)
-    _reader: asyncio.Future[None] | None = None
-    _error: UnavailableError | None = None
-
-    def put(self, chunk: TokenChunk) -> None:
-        """A chunk for whoever reads :meth:`next`."""
-        self._chunks.append(chunk)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    def fail(self, error: UnavailableError) -> None:
-        """There will be no more chunks."""
-        self._error = error
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def next(self) -> TokenChunk:
-        """The next chunk; waits for it without limit, or until :meth:`fail`."""
-        while not self._chunks:
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        return self._chunks.popleft()
+from wingbeat.server.fairness import FairQueue
+from wingbeat.server.flights import EngineLink, Flight, Model, Served
 
 
 class EnginePool:
@@ -110,7 +43,7 @@ class EnginePool:
         self._on_activity = on_activity
         """Told the number of requests in flight whenever it changes (overlap meter)."""
         self._links: list[EngineLink] = []
-        self._waiting: deque[Flight] = deque()
+        self._waiting: dict[Model, FairQueue[Flight]] = {}
         self._live: dict[str, Manifest] = {}
         self._pins: dict[tuple[str, int], Manifest] = {}
         self._ancestries: dict[str, Ancestry] = {}
@@ -139,12 +72,14 @@ class EnginePool:
         self._links.remove(link)
         self._sticky = {key: other for key, other in self._sticky.items() if other is not link}
         self.requeued += len(link.flights)
-        stranded = tuple(link.flights.values())
-        self._waiting.extendleft(reversed(stranded))
+        for flight in reversed(tuple(link.flights.values())):
+            self._queue(flight.model).push_back(flight.client, flight)
         link.flights.clear()
+        link.num_running.clear()
         self._dispatch()
-        for flight in stranded:
-            self._limit_wait(flight)
+        for queue in self._waiting.values():
+            for flight in queue:
+                self._limit_wait(flight)
 
     def served(self, link: EngineLink, message: WeightsServed) -> None:
         """An engine acknowledged what it now serves.
@@ -184,6 +119,8 @@ class EnginePool:
         for link in self._links:
             link.pinned.discard((policy, version))
             link.send(UnpinVersion(policy=policy, version=version))
+        for flight in self._waiting.get((policy, version), ()):
+            self._limit_wait(flight)
 
     def holds(self, manifest: Manifest) -> bool:
         """Whether an engine may still need the file of this version."""
@@ -212,7 +149,8 @@ class EnginePool:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        """Generations that no engine has."""
+        return sum(len(queue) for queue in self._waiting.values())
 
     def lowest_served(self, policy: str) -> Served | None:
         """The oldest live version among the engines."""
@@ -233,8 +171,11 @@ class EnginePool:
         cache_key: str,
         version: int | None = None,
         stream: bool = False,
+        client: str = "",
     ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks as they come; the last carries ``finish``.  Closing the iterator aborts.
+
+        While no engine has room, ``client`` takes turns with the others.
 
         Raises NoEngine if none can serve within the configured wait, UnavailableError if the engine
         reports an error for this request.
@@ -247,11 +188,15 @@ class EnginePool:
             sampling=sampling,
             cache_key=cache_key,
             stream=stream,
+            client=client,
         )
         self._count(+1)
-        self._waiting.append(flight)
-        self._dispatch()
-        self._limit_wait(flight)
+        link = None if flight.model in self._waiting else self._choose(flight)
+        if link is not None:
+            self._send(link, flight)
+        else:
+            self._queue(flight.model).push(client, flight, cost=flight.cost)
+            self._limit_wait(flight)
         finished = False
         try:
             while not finished:
@@ -266,12 +211,22 @@ class EnginePool:
             if not finished:
                 self._abandon(flight)
 
+    def _queue(self, model: Model) -> FairQueue[Flight]:
+        """Those that wait for this model; it is let go when it is empty."""
+        return self._waiting.setdefault(model, FairQueue())
+
     def _limit_wait(self, flight: Flight) -> None:
-        """A flight that no engine has taken fails when the wait is over."""
-        if flight.patience is None and flight in self._waiting:
+        """A waiting flight fails when the wait is over, unless it waits for its turn on an engine that is there."""
+        if flight.patience is None and not self._is_served(flight):
             flight.patience = asyncio.get_running_loop().call_later(self._wait_s, self._expire, flight)
 
+    def _is_served(self, flight: Flight) -> bool:
+        return any(link.serves(flight.policy, flight.version) for link in self._links)
+
     def _expire(self, flight: Flight) -> None:
+        flight.patience = None
+        if self._is_served(flight):  # one has come meanwhile, and others are before it
+            return
         pinned = f" version {flight.version}" if flight.version is not None else ""
         flight.fail(
             NoEngine(
@@ -289,8 +244,10 @@ class EnginePool:
             self.generated_tokens += len(chunk.token_ids)
             flight.delivered.extend(chunk.token_ids)
             if chunk.finish is not None:
-                del link.flights[chunk.request_id]
+                link.drop(chunk.request_id)
             flight.put(chunk if flight.version is not None else self._rebased(flight.policy, chunk))
+        if self._waiting:
+            self._dispatch()
 
     def _rebased(self, policy: str, chunk: TokenChunk) -> TokenChunk:
         """An engine samples with abandoned weights until it has loaded the new lineage's."""
@@ -305,27 +262,32 @@ class EnginePool:
         self._sticky.pop(cache_key, None)
 
     def _dispatch(self) -> None:
-        """Hand every waiting flight to an engine that can serve it."""
-        for _ in range(len(self._waiting)):
-            flight = self._waiting.popleft()
-            link = self._choose(flight)
-            if link is None:
-                self._waiting.append(flight)
-            else:
+        """Hand waiting flights to engines that can serve them, as far as these have room."""
+        for model, queue in tuple(self._waiting.items()):
+            while (flight := queue.peek()) is not None:
+                link = self._choose(flight)
+                if link is None:
+                    break
+                queue.pop()
                 self._send(link, flight)
+            if len(queue) == 0:
+                del self._waiting[model]
 
     def _choose(self, flight: Flight) -> EngineLink | None:
+        """The engine for a flight, if one has room: that of its episode's turns before, else the least busy."""
         sticky = self._sticky.get(flight.cache_key)
-        if sticky is not None and sticky.serves(flight.policy, flight.version):
+        if sticky is not None and sticky.serves(flight.policy, flight.version) and sticky.has_room(flight.model):
             return sticky
-        able = [link for link in self._links if link.serves(flight.policy, flight.version)]
+        able = [
+            link for link in self._links if link.serves(flight.policy, flight.version) and link.has_room(flight.model)
+        ]
         link = min(able, key=lambda candidate: len(candidate.flights), default=None)
         if link is not None:
             self._sticky[flight.cache_key] = link
         return link
 
     def _send(self, link: EngineLink, flight: Flight) -> None:
-        link.flights[flight.request_id] = flight
+        link.take(flight)
         if flight.patience is not None:
             flight.patience.cancel()
             flight.patience = None
@@ -355,11 +317,16 @@ class EnginePool:
     def _abandon(self, flight: Flight) -> None:
         if flight.patience is not None:
             flight.patience.cancel()
-        if flight in self._waiting:
-            self._waiting.remove(flight)
+            flight.patience = None
+        queue = self._waiting.get(flight.model)
+        if queue is not None and queue.remove(flight.client, flight):
+            if len(queue) == 0:
+                del self._waiting[flight.model]
+            return
         for link in self._links:
-            if link.flights.pop(flight.request_id, None) is not None:
+            if link.drop(flight.request_id) is not None:
                 link.send(Abort(request_id=flight.request_id))
+                self._dispatch()
 
     def _count(self, change: int) -> None:
         self._num_flights += change

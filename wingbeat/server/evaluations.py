@@ -11,6 +11,7 @@ from typing import Any
 from wingbeat.core.errors import NoEngine, NotFoundError, RequestError, VersionGone
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest, ScoreReply
+from wingbeat.core.types import Variant
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.evaluation import Evaluation, EvaluationResult, EvaluationSpec
 from wingbeat.dataflow.ledger import Ledger
@@ -103,13 +104,43 @@ class Evaluations:
         """``eval/SOURCE/mean``: a policy's last evaluation of each task source; {} before the first."""
         return dict(self._scores.get(policy, {}))
 
-    def next_group(self, sources: Collection[str] | None = None) -> GroupSpec | None:
-        """The next task, of these sources (None: of any), of the oldest evaluation that has one left."""
+    def next_group(
+        self, sources: Collection[str] | None = None, *, variant: Variant | None = None
+    ) -> GroupSpec | None:
+        """The next task, of these sources (None: of any), of the oldest evaluation that has one left.
+
+        An evaluation belongs to the version of the agent that ran its first task; ``variant`` None is any.
+        """
         for evaluation in self.running:
+            if variant is not None and evaluation.variant not in (None, variant):
+                continue
             group = evaluation.next_group(sources)
             if group is not None:
+                evaluation.variant = variant
                 return group
         return None
+
+    def admits(self, group: GroupSpec, variant: Variant | None) -> bool:
+        """Whether this version of the agent (None: any) may take a slot of an evaluation's group that was opened."""
+        evaluation = self._all.get(group.evaluation_id or "")
+        if evaluation is None or not evaluation.is_pending(group.id):
+            return False
+        if variant is None or evaluation.variant in (None, variant):
+            evaluation.variant = variant
+            return True
+        return False
+
+    def replace_variant(self, evaluation: Evaluation) -> tuple[str, ...]:
+        """The version of the agent that ran it is gone.  Returns the groups that do not count any more."""
+        before = evaluation.variant
+        given_up = evaluation.replace_variant()
+        self._parts.events.emit(
+            "evaluation_begins_anew" if given_up is not None else "evaluation_mixes_agents",
+            id=evaluation.spec.id,
+            agent=str(before),
+        )
+        self._parts.changed.notify()
+        return given_up or ()
 
     def withdraw(self, source: str) -> None:
         """A source is gone: nobody may be left who could run what was not handed out of it."""
@@ -149,6 +180,7 @@ class Evaluations:
             num_finished=result.num_finished,
             num_missing=result.num_missing,
             sources={source: score.mean for source, score in result.sources.items()},
+            agents=dict(result.agents),
         )
         self._parts.changed.notify()
 
@@ -175,4 +207,5 @@ def _reply(result: EvaluationResult) -> EvaluationReply:
             source: ScoreReply(mean_reward=score.mean, stderr=score.stderr, num_tasks=score.num_tasks)
             for source, score in result.sources.items()
         },
+        agents=dict(result.agents),
     )

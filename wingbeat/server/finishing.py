@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,27 +11,38 @@ from typing import Any
 from wingbeat.core.errors import EpisodeClosed, IdempotencyConflict, RequestError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
-from wingbeat.core.samples import EpisodeSamples
-from wingbeat.core.types import Outcome, Split
-from wingbeat.dataflow.aging import rebase_member
+from wingbeat.core.types import OUTCOME_OF, UNSAID, Cause, Outcome, Split
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.operators import ChainOutcome
-from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, GroupSpec, finish_digest
+from wingbeat.dataflow.records import (
+    ClosedGroup,
+    Dropped,
+    DropReason,
+    EpisodeRecord,
+    GroupSpec,
+    ReadyGroup,
+    finish_digest,
+)
+from wingbeat.server.collected_groups import CollectedGroups
+from wingbeat.server.conversations import is_collected
+from wingbeat.server.endings import Endings, real_cause
 from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, EpisodeState, OpenEpisode
 from wingbeat.server.evaluations import Evaluations
+from wingbeat.server.finish_records import credit_of, record_of, trainable, trains
 from wingbeat.server.lost_groups import NO_TOKENS, LostGroups
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
-from wingbeat.server.rewards import Credit, assign_rewards, uncalled_policies
+from wingbeat.server.rewards import uncalled_policies
 from wingbeat.server.signals import Changed
 from wingbeat.server.source_metrics import SourceMeter
 from wingbeat.server.untrained import Untrained
-from wingbeat.tracking.credit import turn_credits
-from wingbeat.tracking.serialize import dump_graph
-from wingbeat.tracking.timelines import build_samples, count_untrainable
+from wingbeat.server.variants import Variants
+from wingbeat.tracking.timelines import count_untrainable
+
+GROUP_CLOSED = "its group closed at the deadline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,11 @@ class FinishingParts:
     watch: Callable[[Future[Any]], None]
     on_closed: Callable[[set[str]], None]
     """Told the ids of groups that closed."""
-    on_settled: Callable[[GroupSpec, bool], None]
-    """Told every training group that closed, and whether some policy's buffer counts it."""
+    on_settled: Callable[[GroupSpec, bool, bool], Mapping[str, Any] | None]
+    """Told every training group that closed, whether some policy's buffer counts it, and whether its task is to be
+    dealt again; returns the dealer's state."""
+    endings: Endings
+    variants: Variants
 
 
 class Finishing:
@@ -74,37 +87,60 @@ class Finishing:
         Raises InvalidReward (nothing changes), EpisodeClosed or ConflictError.
         """
         digest = finish_digest(request)
+        if self.is_repeated(episode, digest):
+            assert episode.finishing is not None
+            return await asyncio.shield(episode.finishing)
+        record = self.record(episode, request, digest)
+        uncalled = uncalled_policies(request.rewards, credit_of(episode))
+        finishing = self.count(episode, record, uncalled, self._parts.ledger.record_finish)
+        return await asyncio.shield(finishing)  # a caller that hangs up does not undo its finish
+
+    def is_repeated(self, episode: OpenEpisode, digest: str) -> bool:
+        """Whether this finish came before.
+
+        Raises IdempotencyConflict after another body, EpisodeClosed for an attempt that cannot finish any more.
+        """
         if episode.finishing is not None:
             if digest != episode.finish_digest:
                 raise IdempotencyConflict(
                     f"episode {episode.episode_id} attempt {episode.attempt} finished with another body;"
                     " the first counts"
                 )
-            return await asyncio.shield(episode.finishing)
+            return True
         if episode.state not in (EpisodeState.OPEN, EpisodeState.LOST):
             if episode.state is EpisodeState.SUPERSEDED:
                 self._parts.metrics.late_finishes.inc()
             raise EpisodeClosed(
                 f"episode {episode.episode_id} attempt {episode.attempt} is {episode.state}; its finish cannot count"
             )
-        record = self._record(episode, request, digest)
-        uncalled = uncalled_policies(request.rewards, _credit(episode))
-        # Book and ledger in one breath: what happens to the group later comes after this finish there, too.
+        return False
+
+    def count(
+        self,
+        episode: OpenEpisode,
+        record: EpisodeRecord,
+        uncalled: Sequence[str],
+        write: Callable[[EpisodeRecord], Future[Any]],
+    ) -> asyncio.Task[FinishReply]:
+        """The attempt counts, once ``write`` has made that durable; the task ends then.
+
+        Book and ledger in one breath: what happens to the group later comes after this finish there, too.
+        """
         self._parts.book.finish(episode.episode_id, episode.attempt, record)
-        self._count_untrainable(episode, record)
+        self.note_untrainable(episode, record)
         warning = self._count_untrained(episode, record) or self._note_uncalled(episode, record, uncalled)
         episode.become(EpisodeState.CLOSING)
-        episode.finish_digest = digest
-        _cancel_calls(episode)
-        write = self._parts.ledger.record_finish(record)
-        self._parts.watch(write)
+        episode.finish_digest = record.finish_digest
+        cancel_calls(episode)
+        written = write(record)
+        self._parts.watch(written)
         episode.finishing = asyncio.create_task(
-            self._await_write(episode, record, write, warning), name=f"finish-{episode.episode_id}"
+            self._await_write(episode, record, written, warning), name=f"finish-{episode.episode_id}"
         )
-        return await asyncio.shield(episode.finishing)  # a caller that hangs up does not undo its finish
+        return episode.finishing
 
     async def _await_write(
-        self, episode: OpenEpisode, record: EpisodeRecord, write: Future[bool], warning: str
+        self, episode: OpenEpisode, record: EpisodeRecord, write: Future[Any], warning: str
     ) -> FinishReply:
         """Once the finish is durable, let the episode go."""
         await asyncio.wrap_future(write)
@@ -123,7 +159,11 @@ class Finishing:
                 if policy in record.rewards and not self._parts.policies[policy].complete:
                     self.rewards_seen.setdefault(policy, []).append(record.rewards[policy])
             self.sources.finished(record, source=episode.group.task.source, policies=self._trainable(episode))
-        self._ended(episode, EpisodeState.FINISHED, record.outcome)
+        episode.ended_by(UNSAID[record.outcome], record.message)
+        self._parts.registry.end(episode, EpisodeState.FINISHED)
+        self._after(
+            episode, rewards={policy: record.rewards[policy] for policy in episode.policies if policy in record.rewards}
+        )
         return reply
 
     def abort(self, episode: OpenEpisode, request: AbortRequest) -> None:
@@ -138,7 +178,21 @@ class Finishing:
             )
         if episode.state is EpisodeState.ABORTED:
             return
-        _cancel_calls(episode)
+        cause = request.cause or UNSAID[request.outcome]
+        self.break_off(episode, real_cause(request.outcome, cause, fault=episode.call_fault), request.message)
+
+    def break_off(self, episode: OpenEpisode, cause: Cause, message: str) -> None:
+        """End an attempt without a finish, for whatever cause; its slot reopens.
+
+        Raises EpisodeClosed where it has ended.
+        """
+        if episode.state is EpisodeState.PREPARED:
+            raise EpisodeClosed(
+                f"episode {episode.episode_id} attempt {episode.attempt} is prepared: its transaction decides whether"
+                " it counts (POST /api/transactions/{id})"
+            )
+        outcome = OUTCOME_OF[cause]
+        cancel_calls(episode)
         was_open = episode.state is EpisodeState.OPEN
         episode.become(EpisodeState.ABORTED)
         if was_open:
@@ -147,30 +201,53 @@ class Finishing:
             "episode_aborted",
             episode_id=episode.episode_id,
             attempt=episode.attempt,
-            outcome=request.outcome,
-            message=request.message[-2000:],
+            outcome=outcome,
+            cause=cause,
+            message=message[-2000:],
         )
         if was_open:  # a lost attempt stands in the ledger as lost
-            self._record_end(episode, request.outcome, request.message)
-        episode.outcome = request.outcome
+            self._record_end(episode, cause, message)
+        episode.ended_by(cause, message)
         self._parts.registry.remember(episode)
-        self._after(episode, request.outcome)
+        self._after(episode)
 
-    def _record_end(self, episode: OpenEpisode, outcome: Outcome, message: str) -> None:
+    def undo(self, episode: OpenEpisode, message: str) -> None:
+        """The transaction of a prepared finish was aborted (the ledger knows): its slot reopens."""
+        cause = Cause.TRANSACTION_ABORTED
+        episode.become(EpisodeState.ABORTED)
+        self._parts.book.undo(episode.episode_id, episode.attempt)
+        self._parts.events.emit(
+            "episode_aborted",
+            episode_id=episode.episode_id,
+            attempt=episode.attempt,
+            outcome=OUTCOME_OF[cause],
+            cause=cause,
+            message=message,
+        )
+        episode.finishing = None
+        episode.ended_by(cause, message)
+        self._parts.registry.remember(episode)
+        self._after(episode)
+
+    def _record_end(self, episode: OpenEpisode, cause: Cause, message: str) -> None:
         self._parts.watch(
             self._parts.ledger.record_end(
-                episode.episode_id, episode.attempt, state=AttemptState.ABORTED, outcome=outcome, message=message
+                episode.episode_id,
+                episode.attempt,
+                state=AttemptState.ABORTED,
+                outcome=OUTCOME_OF[cause],
+                cause=cause,
+                message=message,
             )
         )
 
-    def _ended(self, episode: OpenEpisode, state: EpisodeState, outcome: Outcome) -> None:
-        episode.outcome = outcome
-        self._parts.registry.end(episode, state)
-        self._after(episode, outcome)
-
-    def _after(self, episode: OpenEpisode, outcome: Outcome) -> None:
+    def _after(self, episode: OpenEpisode, *, rewards: Mapping[str, float] | None = None) -> None:
+        assert episode.outcome is not None and episode.cause is not None
         self._parts.engines.forget(episode.episode_id)
-        self._parts.metrics.episodes.labels(episode.split, outcome).inc()
+        self._parts.metrics.episodes.labels(episode.split, episode.outcome).inc()
+        self._parts.endings.note(episode.split, episode.cause)
+        counts = episode.outcome is Outcome.AGENT
+        self._parts.variants.ended(episode, episode.outcome, rewards if counts else None)
         self.settle()
 
     # --- groups -------------------------------------------------------------------------------
@@ -191,17 +268,22 @@ class Finishing:
 
     def _settle_training(self, group: ClosedGroup) -> None:
         """Through each policy's operators into its buffer; the ledger learns in one write what they made of it."""
+        if is_collected(group.spec.id):  # its server was killed between its feedback and this
+            CollectedGroups(self._parts.policies, self._parts.ledger, watch=self._parts.watch).settle(group)
+            return
         outcomes: dict[str, ChainOutcome] = {}
         counts = False
         for host in self._parts.policies.values():
             ready = group.ready(host.name) if host.config.trainable else None
             if ready is None:
                 continue
-            outcome = outcomes[host.name] = host.chain.on_group(ready)
+            outcome = _recalled(ready) if group.is_recalled else host.chain.on_group(ready)
+            outcomes[host.name] = outcome
             host.buffer.count_dropped(ready, outcome.dropped)
             if outcome.group is not None and not host.halted:  # else the ledger keeps it for the run's continuation
                 counts = host.add_group(outcome.group) or counts
-        self._note_lost(group, outcomes.values())
+        if not group.is_recalled:  # no fault of tasks or agents
+            self._note_lost(group, outcomes.values())
         reason = group.drop_reason or _dropped_whole(outcomes.values())
         self._parts.watch(
             self._parts.ledger.close_group(
@@ -212,11 +294,16 @@ class Finishing:
                 operators={
                     name: state for name in outcomes if (state := self._parts.policies[name].chain.state_dict())
                 },
+                dealer_state=self._settled(group, counts),
             )
         )
         if reason is not None:
             self._parts.events.emit("group_dropped", group_id=group.spec.id, reason=reason)
-        self._parts.on_settled(group.spec, counts)
+
+    def _settled(self, group: ClosedGroup, counts: bool) -> Mapping[str, Any] | None:
+        """What the dealer makes of it: its turn is over, or comes again, with the same task if nobody is to blame."""
+        self._parts.variants.settled(group.spec, counts)
+        return self._parts.on_settled(group.spec, counts, group.is_recalled)
 
     def _note_lost(self, group: ClosedGroup, outcomes: Collection[ChainOutcome]) -> None:
         """What operators drop whole they tell themselves, and of policies that nobody calls ``untrained`` does."""
@@ -234,100 +321,35 @@ class Finishing:
             episode = self._parts.registry.current(member.episode_id)
             if episode is None or episode.state not in (EpisodeState.OPEN, EpisodeState.LOST):
                 continue
-            _cancel_calls(episode)
+            cancel_calls(episode)
             if episode.state is EpisodeState.OPEN:
-                self._record_end(episode, Outcome.TIMEOUT, "its group closed at the deadline")
+                self._record_end(episode, Cause.GROUP_DEADLINE, GROUP_CLOSED)
                 self._parts.metrics.episodes.labels(episode.split, Outcome.TIMEOUT).inc()
-            episode.outcome = Outcome.TIMEOUT
+                self._parts.endings.note(episode.split, Cause.GROUP_DEADLINE)
+                self._parts.variants.ended(episode, Outcome.TIMEOUT)
+            episode.ended_by(Cause.GROUP_DEADLINE, GROUP_CLOSED)
             self._parts.registry.end(episode, EpisodeState.ABORTED)
             self._parts.engines.forget(episode.episode_id)
 
     # --- records ------------------------------------------------------------------------------
 
-    def _record(self, episode: OpenEpisode, request: FinishRequest, digest: str) -> EpisodeRecord:
-        """Everything about the attempt that must be durable."""
-        _mark_superseded(episode)
-        credit = _credit(episode)
-        is_agent = request.outcome is Outcome.AGENT
-        trainable = self._trainable(episode)
-        assigned = assign_rewards(request.rewards, credit, required=trainable if is_agent else ())
-        rewards = {f"{policy}:{agent}" if agent else policy: reward for (policy, agent), reward in assigned.items()}
-        for policy in episode.policies:
-            own = [r for (p, _), r in assigned.items() if p == policy]
-            if isinstance(request.rewards, float | int):
-                rewards.setdefault(policy, float(request.rewards))
-            elif policy in request.rewards.policies:
-                rewards.setdefault(policy, request.rewards.policies[policy])
-            elif own:
-                rewards.setdefault(policy, sum(own) / len(own))
-        turn_rewards = {} if isinstance(request.rewards, float | int) else request.rewards.turns
-        samples = ()
-        if _trains(episode, request.outcome):
-            samples = self._samples(episode, trainable, rewards=assigned, turn_rewards=turn_rewards)
-        return EpisodeRecord(
-            episode_id=episode.episode_id,
-            attempt=episode.attempt,
-            group_id=episode.group.id,
-            outcome=request.outcome,
-            finish_digest=digest,
-            rewards=rewards,
-            metrics=dict(request.metrics),
-            samples=samples,
-            graph=dump_graph(episode.graph),
-            label=episode.label,
-            message=request.message,
-            num_turns=episode.graph.num_turns,
-            created_s=episode.began_s,
-            finished_s=time.time(),
-        )
-
-    def _samples(
-        self,
-        episode: OpenEpisode,
-        policies: Sequence[str],
-        *,
-        rewards: Mapping[tuple[str, str], float],
-        turn_rewards: Mapping[str, float],
-    ) -> tuple[EpisodeSamples, ...]:
-        """What each policy and agent trains on."""
-        samples: list[EpisodeSamples] = []
-        task = episode.group.task
-        for policy in policies:
-            keeps = self._parts.policies[policy].config.train_superseded
-            turns = turn_credits(episode.graph, policy=policy, rewards=turn_rewards, train_superseded=keeps)
-            built = build_samples(episode.graph, policy=policy, episode_id=episode.episode_id, train_superseded=keeps)
-            for agent, parts in built.items():
-                samples.append(
-                    EpisodeSamples(
-                        episode_id=episode.episode_id,
-                        attempt=episode.attempt,
-                        group_id=episode.group.id,
-                        policy=policy,
-                        agent=agent,
-                        reward=rewards[(policy, agent)],
-                        samples=parts,
-                        truncated=(policy, agent) in episode.truncated,
-                        turns=turns[agent],
-                        source=task.source,
-                        task_id=task.id,
-                    )
-                )
-        highest = episode.highest_versions
-        return tuple(rebase_member(s, highest=highest[s.policy]) if s.policy in highest else s for s in samples)
+    def record(self, episode: OpenEpisode, request: FinishRequest, digest: str) -> EpisodeRecord:
+        """Everything about the attempt that must be durable.  Raises InvalidReward."""
+        return record_of(episode, request, digest, policies=self._parts.policies)
 
     def _trainable(self, episode: OpenEpisode) -> list[str]:
-        return [policy for policy in episode.policies if self._parts.policies[policy].config.trainable]
+        return trainable(episode, self._parts.policies)
 
-    def _count_untrainable(self, episode: OpenEpisode, record: EpisodeRecord) -> None:
+    def note_untrainable(self, episode: OpenEpisode, record: EpisodeRecord) -> None:
         """By reason; only of a finish that counts."""
-        for policy in self._trainable(episode) if _trains(episode, record.outcome) else ():
+        for policy in self._trainable(episode) if trains(episode, record.outcome) else ():
             keeps = self._parts.policies[policy].config.train_superseded
             for reason, count in count_untrainable(episode.graph, policy=policy, train_superseded=keeps).items():
                 self._parts.metrics.untrainable.labels(policy, reason).inc(count)
 
     def _count_untrained(self, episode: OpenEpisode, record: EpisodeRecord) -> str:
         """What the caller of a finish that trains nothing should know, or ""."""
-        if not _trains(episode, record.outcome):
+        if not trains(episode, record.outcome):
             return ""
         called = {turn.policy for turn in episode.graph.turns}
         warning = self.untrained.note(called, self._trainable(episode))
@@ -337,24 +359,16 @@ class Finishing:
 
     def _note_uncalled(self, episode: OpenEpisode, record: EpisodeRecord, uncalled: Sequence[str]) -> str:
         """What the caller of a finish that rewards policies without turns should know, or ""."""
-        if not _trains(episode, record.outcome):
+        if not trains(episode, record.outcome):
             return ""
         trainable = self._trainable(episode)
         return self.untrained.note_uncalled([policy for policy in uncalled if policy in trainable])
 
 
-def _credit(episode: OpenEpisode) -> Credit:
-    """What the episode holds that can be rewarded."""
-    turns = episode.graph.turns
-    return Credit(
-        agents={(t.policy, t.agent) for t in turns},
-        turns={t.turn_id: (t.policy, t.agent) for t in turns},
-        policies=episode.policies,
-    )
-
-
-def _trains(episode: OpenEpisode, outcome: Outcome) -> bool:
-    return outcome is Outcome.AGENT and episode.split is Split.TRAIN
+def _recalled(ready: ReadyGroup) -> ChainOutcome:
+    """Nothing of the group may train, and no operator learns of it: who edits an agent says nothing about a task."""
+    attempts = dict.fromkeys((member.episode_id, member.attempt) for member in ready.members)
+    return ChainOutcome(None, tuple(Dropped(*attempt, DropReason.VERSION_LEFT) for attempt in attempts))
 
 
 def _dropped_whole(outcomes: Collection[ChainOutcome]) -> str | None:
@@ -364,18 +378,7 @@ def _dropped_whole(outcomes: Collection[ChainOutcome]) -> str | None:
     return "; ".join(sorted({dropped.reason for outcome in outcomes for dropped in outcome.dropped}))
 
 
-def _mark_superseded(episode: OpenEpisode) -> None:
-    """Tell the graph which replies nobody received, and which were sampled again."""
-    for turn in episode.graph.turns:
-        if turn.turn_id in episode.undelivered:
-            episode.graph.mark_undelivered(turn.turn_id)
-        else:
-            episode.graph.mark_delivered(turn.turn_id)
-        if turn.turn_id in episode.resampled:
-            episode.graph.mark_resampled(turn.turn_id)
-
-
-def _cancel_calls(episode: OpenEpisode) -> None:
+def cancel_calls(episode: OpenEpisode) -> None:
     """The episode is over for its running model calls: their callers get 409."""
     for task in tuple(episode.calls):
         task.cancel()

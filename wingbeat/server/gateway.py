@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wingbeat.core.errors import ContextOverflow, UnavailableError, UnknownPolicy
-from wingbeat.core.types import FinishReason, SamplingParams, Split
+from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.worker_protocol import TokenChunk
 from wingbeat.server.calls import ChatPrompt, Choice, ModelCall, Prepared, TextDelta
 from wingbeat.server.engines import EnginePool
@@ -76,7 +76,7 @@ class Gateway:
                 param="messages" if isinstance(call.prompt, ChatPrompt) else "prompt",
             )
         limit = call.max_tokens or host.config.sampling.max_tokens or room
-        temperature, seed, enforced = _randomness(episode.split, call, host)
+        temperature, seed, enforced = _randomness(episode.obeys_caller, call, host)
         sampling = SamplingParams(
             max_tokens=min(limit, room),
             temperature=temperature,
@@ -171,6 +171,7 @@ class Gateway:
                 cache_key=episode.episode_id,
                 version=prepared.version,
                 stream=stream or bool(call.stop),
+                client=episode.client,
             )
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -301,13 +302,13 @@ def _is_truncated(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or bool(sampling.grammar))
 
 
-def _randomness(split: Split, call: ModelCall, host: PolicyHost) -> tuple[float, int | None, dict[str, str]]:
+def _randomness(obeys: bool, call: ModelCall, host: PolicyHost) -> tuple[float, int | None, dict[str, str]]:
     """Temperature, seed and the headers that tell of them.
 
-    Evaluation obeys the client.  Training uses the policy's temperature and no seed: an agent's habitual
-    ``temperature: 0`` or fixed seed would make all members of a group say the same.
+    Evaluation obeys the client, and so does production.  Training uses the policy's temperature and no seed: an
+    agent's habitual ``temperature: 0`` or fixed seed would make all members of a group say the same.
     """
-    if split is Split.EVAL:
+    if obeys:
         return (1.0 if call.temperature is None else call.temperature), call.seed, {}
     temperature = host.config.sampling.temperature
     ignored: list[str] = []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
 from wingbeat.dataflow.health import HealthMonitor
+from wingbeat.dataflow.ledger import Ledger
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
 
@@ -17,7 +20,15 @@ logger = logging.getLogger(__name__)
 class HealthWatch:
     """One monitor for each policy that trains."""
 
-    def __init__(self, config: Config, *, events: EventLog, metrics: ControlMetrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        events: EventLog,
+        metrics: ControlMetrics,
+        ledger: Ledger,
+        watch: Callable[[Future[Any]], None],
+    ) -> None:
         self._events = events
         self._metrics = metrics
         self._monitors = {
@@ -25,6 +36,9 @@ class HealthWatch:
             for name, policy in config.policies.items()
             if policy.trainable
         }
+        self._ledger = ledger
+        self._watch = watch
+        self._settings = config.health.model_dump_json()
         self._seen: set[str] = set()
         """Policies that have taken a step in this process."""
 
@@ -36,6 +50,12 @@ class HealthWatch:
             for policy, monitor in self._monitors.items()
             for alarm in monitor.active
         ]
+
+    def restore(self, host: PolicyHost) -> None:
+        """What an alarm stopped stays stopped over restarts, until the limits of ``[health]`` are others."""
+        reason = self._ledger.halt_of(host.name, settings=self._settings) if host.name in self._monitors else ""
+        if reason:
+            host.halt(f"{reason}; other limits in [health] let it go on")
 
     def after_step(self, host: PolicyHost, metrics: Mapping[str, float]) -> dict[str, float]:
         """Look at a step; gives ``alarm/NAME`` = 1 for the alarms that sound now."""
@@ -63,5 +83,7 @@ class HealthWatch:
         for name in monitor.names:
             self._metrics.alarms.labels(host.name, name).set(name in sounding)
         if report.stop is not None:
-            host.halt(f"training of {host.name!r} stopped by the alarm {report.stop.name}: {report.stop.text}")
+            reason = f"training of {host.name!r} stopped by the alarm {report.stop.name}: {report.stop.text}"
+            self._watch(self._ledger.record_halt(host.name, reason=reason, settings=self._settings))
+            host.halt(reason)
         return {f"alarm/{name}": 1.0 for name in sounding}

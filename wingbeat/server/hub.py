@@ -25,7 +25,7 @@ from wingbeat.core.worker_protocol import (
     decode_from_worker,
     encode_frame,
 )
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.keys import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,34 @@ Admit = Callable[[Register, Callable[[ControlMessage], None]], tuple[Welcome | R
 class WorkerHub:
     """Serves ``GET /worker/v1`` for every worker."""
 
-    def __init__(self, keys: RoleKeys, *, heartbeat_s: float, admit: Admit) -> None:
+    def __init__(self, keys: KeyRing, *, heartbeat_s: float, admit: Admit) -> None:
         self._keys = keys
         self._silence_s = heartbeat_s * SILENT_HEARTBEATS
         self._admit = admit
         self._outboxes: set[Outbox] = set()
+        self._sockets: set[WebSocket] = set()
 
     async def serve(self, socket: WebSocket) -> None:
         """The whole life of one connection."""
         if not self._keys.is_worker(socket.headers):
             await socket.close(AUTH_FAILED, "this endpoint needs the worker key")
             return
+        self._sockets.add(socket)
+        try:
+            await self._admitted(socket)
+        finally:
+            self._sockets.discard(socket)
+
+    async def drop_unwelcome(self) -> None:
+        """Close the links whose key was revoked or has expired."""
+        for socket in tuple(self._sockets):
+            if not self._keys.is_worker(socket.headers):
+                self._sockets.discard(socket)
+                logger.warning("a worker's key is no longer good; closing its link")
+                with contextlib.suppress(RuntimeError):  # it is closing by itself
+                    await socket.close(AUTH_FAILED, "the worker key is no longer good")
+
+    async def _admitted(self, socket: WebSocket) -> None:
         await socket.accept()
         outbox = Outbox()
         try:

@@ -68,12 +68,18 @@ class Issuer:
             self._dealer.skip(task.source)
         return self._dealer.next_task(sources)
 
-    def settled(self, group: GroupSpec, counts: bool) -> None:
-        """A training group closed; where no policy counts it, its source gets its turn back."""
-        if is_client_group(group.id):  # nobody dealt it
-            return
+    def settled(self, group: GroupSpec, counts: bool, again: bool = False) -> dict[str, Any] | None:
+        """A training group closed; where no policy counts it, its source gets its turn back.
+
+        ``again``: its task is dealt again.  Returns the dealer's state, to be saved with the closing; None where
+        nobody dealt the group.
+        """
+        if is_client_group(group.id):
+            return None
         (self._dealer.counted if counts else self._dealer.refund)(group.task.source)
-        self.save()
+        if again:
+            self._dealer.take_back(group.task)
+        return self._dealer.state_dict()
 
     def save(self) -> None:
         """Make what changed in the mix durable."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from wingbeat.server.collect_metrics import CollectMetrics
+from wingbeat.server.variant_metrics import VariantMeter
+
 BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
 
 
@@ -29,6 +32,14 @@ class ControlMetrics:
         self.episodes = Counter(
             "wingbeat_episodes", "Episodes ended, by outcome or loss.", ["split", "outcome"], registry=r
         )
+        self.agents = VariantMeter()
+        r.register(self.agents)
+        self.attempts = Counter(
+            "wingbeat_attempts", "Attempts ended, by outcome and cause.", ["split", "outcome", "cause"], registry=r
+        )
+        self.refused = Counter(
+            "wingbeat_refused", "Requests refused with 429 because of [limits].", ["limit"], registry=r
+        )
         self.discarded = Gauge(
             "wingbeat_discarded_episodes", "Finished episodes not trained, so far.", ["policy", "reason"], registry=r
         )
@@ -43,6 +54,15 @@ class ControlMetrics:
         self.late_finishes = Counter(
             "wingbeat_late_finishes", "Finishes refused because a successor attempt had begun.", registry=r
         )
+        self.transactions = Counter(
+            "wingbeat_transactions",
+            "Transactions decided, of episodes shared with other servers.",
+            ["decision"],
+            registry=r,
+        )
+        self.transactions_in_doubt = Gauge(
+            "wingbeat_transactions_in_doubt", "Transactions that wait for their decision now.", registry=r
+        )
         self.train_steps = Counter("wingbeat_train_steps", "Optimiser steps.", ["policy"], registry=r)
         self.version = Gauge("wingbeat_policy_version", "Policy version.", ["policy"], registry=r)
         self.train = Gauge("wingbeat_train", "Last value of each training metric.", ["policy", "metric"], registry=r)
@@ -50,7 +70,9 @@ class ControlMetrics:
             "wingbeat_alarm", "1 while a health alarm of a policy sounds.", ["policy", "alarm"], registry=r
         )
         self.open_episodes = Gauge("wingbeat_open_episodes", "Episodes running now.", registry=r)
+        self.leases = Gauge("wingbeat_leases", "Slots that are leased and not begun yet.", registry=r)
         self.in_flight = Gauge("wingbeat_requests_in_flight", "Generations running or waiting now.", registry=r)
+        self.waiting = Gauge("wingbeat_requests_waiting", "Generations that wait for room in an engine.", registry=r)
         self.engines = Gauge("wingbeat_engines", "Engines connected now.", registry=r)
         self.engine_requests = Gauge(
             "wingbeat_engine_requests",
@@ -58,6 +80,8 @@ class ControlMetrics:
             ["worker", "policy", "state"],
             registry=r,
         )
+
+        self.collect = CollectMetrics(r)
 
     def turn(self, policy: str, num_tokens: int, seconds: float) -> None:
         turns, tokens, duration = self._of_turns(policy)

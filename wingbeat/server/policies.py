@@ -97,6 +97,8 @@ class PolicyHost:
         self.versions = PolicyVersions(spec.name, context.engines, send=self.trainer.send)
         self.loop = StepLoop(self)
         self._running_floors = running_floors
+        self._restored_checksum = ""
+        """Of the version at which this process found the run, until its weights are served again."""
         if not self.config.trainable:
             self.adopt(base_manifest(spec, self.version))
 
@@ -111,8 +113,8 @@ class PolicyHost:
 
     @property
     def live_checksum(self) -> str:
-        """Of what is served live; "" before anything is."""
-        return "" if self.versions.live is None else self.versions.live.checksum
+        """Of what is served live; before anything is, of what the run's last control served; "" where nobody knows."""
+        return self._restored_checksum if self.versions.live is None else self.versions.live.checksum
 
     @property
     def has_trainer(self) -> bool:
@@ -168,7 +170,11 @@ class PolicyHost:
         self.trained_tokens += int(done.metrics.get("trained_tokens", 0))
         self.staleness_max = max(self.staleness_max, int(done.metrics.get("staleness/max", 0)))
         write = self.context.ledger.mark_trained(
-            self.name, step=done.step, metrics=done.metrics, advantages=done.advantages
+            self.name,
+            step=done.step,
+            metrics=done.metrics,
+            advantages=done.advantages,
+            weights_checksum=done.manifest.checksum,
         )
         self.loop.count(done, write)
         self.adopt(done.manifest)
@@ -232,6 +238,7 @@ class PolicyHost:
         """Go on from the ledger: lineages, version, operators, and what waits to be trained."""
         ledger = self.context.ledger
         self.ancestry, self.version = ledger.ancestry(self.name), version
+        self._restored_checksum = ledger.weights_checksum(self.name, version)
         self.context.engines.rolled_back(self.name, self.ancestry)
         self.chain.load_state_dict(ledger.load_operator_states().get(self.name, {}))
         self._recall()
@@ -253,6 +260,7 @@ class PolicyHost:
         lineage = Lineage(self.name, before.current + 1, base_lineage, base_step, reason)
         lost = max(0, self.version - base_step)
         self.ancestry, self.version = before.with_lineage(lineage), base_step
+        self._restored_checksum = ""
         context.engines.rolled_back(self.name, self.ancestry)
         context.rebase(self.name, self._highest(before))
         self.loop.give_up(StepEnd.ABANDONED)

@@ -36,6 +36,8 @@ class Principal:
     """What people call the key."""
     train: bool = False
     """Role ``collect``: whether its conversations may train."""
+    record: bool = True
+    """Role ``collect``: whether its conversations are kept at all."""
     policies: tuple[str, ...] = ()
     """Role ``collect``: the policies that it may call; () means all."""
 
@@ -46,11 +48,17 @@ class Principal:
 
 MAY_ADMINISTRATE = frozenset({Role.ADMIN})
 MAY_RUN_AGENTS = frozenset({Role.ADMIN, Role.CLIENT})
+MAY_HOLD_EPISODES = frozenset({Role.ADMIN, Role.CLIENT, Role.COLLECT})
+"""May act on episodes that they began; an admin on every one."""
+MAY_COLLECT = frozenset({Role.ADMIN, Role.COLLECT})
+"""May list and delete conversations: those of its own key; an admin all."""
 MAY_WORK = frozenset({Role.WORKER})
 
 NEEDED: Mapping[frozenset[Role], str] = {
     MAY_ADMINISTRATE: "an admin key",
     MAY_RUN_AGENTS: "a client key or an admin key",
-    MAY_WORK: "the worker key",
+    MAY_HOLD_EPISODES: "the key of the episode, the client key that began it, or an admin key",
+    MAY_COLLECT: "a collect key or an admin key",
+    MAY_WORK: "a worker key",
 }
 """In messages."""

@@ -46,11 +46,12 @@ class Fingerprint:
 
 @dataclass(slots=True)
 class SeenCalls:
-    """The runs of one episode."""
+    """The runs of one episode, or of all callers with one collect key."""
 
     by_digest: dict[bytes, list[Run]] = field(default_factory=dict)
     by_key: dict[str, tuple[bytes, Run]] = field(default_factory=dict)
     order: OrderedDict[Run, Fingerprint] = field(default_factory=OrderedDict)
+    max_runs: int = MAX_RUNS_OF_EPISODE
 
     def add(self, fingerprint: Fingerprint, run: Run) -> None:
         runs = self.by_digest.setdefault(fingerprint.digest, [])
@@ -62,7 +63,7 @@ class SeenCalls:
             self.by_key[fingerprint.idempotency_key] = (fingerprint.digest, run)
         self.order[run] = fingerprint
         for _ in range(2):  # after many at once the number falls again
-            if len(self.order) > MAX_RUNS_OF_EPISODE:
+            if len(self.order) > self.max_runs:
                 self._forget_oldest()
 
     def _forget_oldest(self) -> None:

@@ -1,5 +1,6 @@
 """Continuing a run from its ledger: task sources and their order, versions, open and buffered groups.
 
+Attempts that ran go on (:mod:`wingbeat.server.recovery`), evaluations end with the server.
 Steps that were logged but not finished are taken by the policies' own step loops, and a trainer that
 restored an older checkpoint is sent the logged batches that follow it.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wingbeat.core.types import Split
+from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.server.recovery import record_interruption, recover_episodes, take_up
 from wingbeat.server.sources import load_sources
+from wingbeat.server.variants import told_apart
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
@@ -28,12 +31,30 @@ def restore_run(control: Control) -> None:
         if not host.config.trainable:
             continue
         host.restore(version=trained.get(host.name, 0))
+    _close_evaluations(control)
+    recovery = recover_episodes(control)
     open_groups = ledger.open_groups()
-    control.rollouts.restore_groups(g.spec.id for g in open_groups if g.spec.split is Split.TRAIN)
+    control.rollouts.restore_groups(group.spec.id for group in open_groups)
     for group in open_groups:
-        if group.spec.split is Split.TRAIN:
-            control.book.restore(group.spec, slots=group.slots)
-        else:
-            control.watch(ledger.close_group(group.spec.id, reason="the evaluation ended with the server"))
+        control.book.restore(group.spec, slots=told_apart(group.spec, group.slots))
+    take_up(control, recovery)
+    control.teams.restore()
     if state is not None:
         control.events.emit("resumed", versions={h.name: h.version for h in control.policies.values()})
+
+
+def _close_evaluations(control: Control) -> None:
+    """Evaluations end with the server, and so do the attempts in their groups; a prepared finish keeps its group."""
+    ledger = control.ledger
+    attempts = ledger.running_attempts()
+    waiting = {attempt.begin.group_id for attempt in attempts if attempt.state is AttemptState.PREPARED}
+    ending = [g.spec.id for g in ledger.open_groups() if g.spec.evaluation_id and g.spec.id not in waiting]
+    why = "its evaluation ended with the server"
+    ends = [
+        record_interruption(ledger, attempt.begin, why)
+        for attempt in attempts
+        if attempt.begin.group_id in ending and attempt.state is AttemptState.RUNNING
+    ]
+    closings = [ledger.close_group(group_id, reason="the evaluation ended with the server") for group_id in ending]
+    for write in (*ends, *closings):
+        write.result()  # before the attempts that still run are read

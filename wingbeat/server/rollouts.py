@@ -3,7 +3,7 @@
     lease ── evaluation groups first ── then members of admitted groups ── then a new group, if the
              staleness gates of all its policies admit one ── else wait, and say what for.
 
-A lease reserves a slot for ``LEASE_S``; beginning an episode under it starts the attempt.
+A lease reserves a slot for ``server.lease_s``; beginning an episode under it starts the attempt.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wingbeat.core.config import Config
@@ -25,29 +24,31 @@ from wingbeat.core.errors import (
     OverloadedError,
     RequestError,
     UnavailableError,
-    UnknownPolicy,
-    VersionGone,
 )
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel, Lease, LeaseReply, LeaseRequest
-from wingbeat.core.types import Outcome, Split, Task
+from wingbeat.core.types import OUTCOME_OF, Cause, Split, Task, Variant
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotTicket
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.records import GroupSpec
+from wingbeat.dataflow.variants import Asker
+from wingbeat.server.begins import Begins, Caller
 from wingbeat.server.client_groups import ClientGroups, is_client_group
-from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode, new_episode_prefix, task_model
+from wingbeat.server.endings import Endings
+from wingbeat.server.episodes import EpisodeRegistry, EpisodeState, OpenEpisode, new_episode_prefix, task_model
 from wingbeat.server.evaluations import Evaluations
 from wingbeat.server.issuing import ASKED_S, AtWork, Issuer, Sources
-from wingbeat.server.keys import digest, new_episode_key
+from wingbeat.server.keys import digest
+from wingbeat.server.lease_turns import LeaseTurns
+from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import PolicyHost
+from wingbeat.server.recovery import interrupt
 from wingbeat.server.signals import Changed
 from wingbeat.server.status import NO_TASKS
-from wingbeat.tracking.graph import EpisodeGraph
-
-LEASE_S = 60.0
+from wingbeat.server.variants import Variants
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class PendingLease:
     ticket: SlotTicket
     expires: float
     """Monotonic."""
+    caller: Caller = field(default_factory=Caller)
+    """Who leased it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,9 @@ class RolloutParts:
     is_stopping: Callable[[], bool]
     blockers: Callable[[], list[str]]
     clock: Callable[[], float]
+    limits: Limits
+    endings: Endings
+    variants: Variants
 
 
 class Rollouts:
@@ -86,6 +92,7 @@ class Rollouts:
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
         self._leases: dict[str, PendingLease] = {}
+        self.begins = Begins(parts)
         self._client_groups = ClientGroups()
         self._group_numbers = itertools.count()
         self.issuer = Issuer(
@@ -96,6 +103,7 @@ class Rollouts:
             at_work=self._at_work,
             clock=parts.clock,
         )
+        self._turns = LeaseTurns(self._take, quota=parts.limits.leases, changed=parts.changed)
         self._prefix = new_episode_prefix()
 
     # --- leases -------------------------------------------------------------------------------
@@ -106,9 +114,15 @@ class Rollouts:
         sources = None if request.sources is None else frozenset(request.sources)
         self.issuer.ask(sources)
         try:
-            return await self._wait_for_leases(request, sources, deadline)
+            with self._parts.limits.waiting.holding(request.client_id), self._parts.variants.asking(request):
+                return await self._wait_for_leases(request, sources, deadline)
         finally:
             self.issuer.answered(sources)
+
+    @property
+    def num_leased(self) -> int:
+        """Slots that were handed out and not begun yet."""
+        return len(self._leases)
 
     @property
     def num_waiting(self) -> int:
@@ -116,52 +130,89 @@ class Rollouts:
         return self.issuer.num_waiting
 
     async def _wait_for_leases(self, request: LeaseRequest, sources: Sources, deadline: float) -> LeaseReply:
-        while True:
-            if self._parts.is_stopping():
-                raise UnavailableError("the server is stopping; ask again when it is back")
-            tickets = self._take(request.max_leases, request.splits, sources)
-            if tickets:
-                return LeaseReply(leases=[self._lease(ticket) for ticket in tickets])
-            if self._parts.is_complete():
-                return LeaseReply(leases=[], stop=True, reason="the run is complete")
-            remaining = deadline - self._parts.clock()
-            if remaining <= 0 or not await self._parts.changed.wait(remaining):
-                own = self.issuer.reason(sources) if sources is not None else ""
-                reasons = [own] if own else self._parts.blockers()
-                return LeaseReply(leases=[], reason=reasons[0] if reasons else "no task is free")
+        waiter = self._turns.join(request, sources)
+        try:
+            while True:
+                if self._parts.is_stopping():
+                    raise UnavailableError("the server is stopping; ask again when it is back")
+                self._turns.serve(waiter)
+                if waiter.got:
+                    caller = Caller(request.client_id, request.code, request.label)
+                    leases = [self._lease(ticket, caller) for ticket in waiter.got]
+                    waiter.got.clear()
+                    return LeaseReply(leases=leases)
+                if self._parts.is_complete():
+                    return LeaseReply(leases=[], stop=True, reason="the run is complete")
+                remaining = deadline - self._parts.clock()
+                is_over = remaining <= 0 or not await self._parts.changed.wait(remaining)
+                if is_over and not waiter.got:
+                    own = self.issuer.reason(sources) if sources is not None else ""
+                    own = own or self._parts.variants.reason(request.label)
+                    reasons = [own] if own else self._parts.blockers()
+                    return LeaseReply(leases=[], reason=reasons[0] if reasons else "no task is free")
+        finally:
+            self._turns.leave(waiter)
+            for ticket in waiter.got:  # handed to a caller that is gone
+                self._parts.limits.leases.give(request.client_id)
+                self._give_back(ticket)
 
-    def _take(self, count: int, splits: Sequence[Split], sources: Sources) -> list[SlotTicket]:
-        tickets: list[SlotTicket] = []
-        while len(tickets) < count:
-            group_id = self._next_group(splits, sources)
-            if group_id is None:
-                break
-            tickets.append(self._parts.book.take(group_id))
-        return tickets
+    def _take(self, request: LeaseRequest, sources: Sources) -> SlotTicket | None:
+        """One slot for such a request; None where there is none."""
+        variant = Variant(request.label, request.code)
+        group_id = self._next_group(request.splits, sources, variant)
+        if group_id is None:
+            return None
+        ticket = self._parts.book.take(group_id, variant)
+        self._parts.variants.taken(ticket, request)
+        return ticket
 
-    def _next_group(self, splits: Sequence[Split], sources: Sources) -> str | None:
-        """The group whose slot goes next to a client of these sources, opening a new one where admission allows."""
-        free = [
-            g
-            for g in self._parts.book.groups_with_free_slots()
-            if not is_client_group(g.id) and (sources is None or g.task.source in sources)
-        ]
+    def release(self, lease_ids: Iterable[str], *, client: str, leaver: Asker | None = None) -> int:
+        """A client gives back leases of its own (all, of a process that leaves); returns how many it still held."""
+        own = [lease_id for lease_id in lease_ids if lease_id in self._leases]
+        if leaver is not None:
+            own += [k for k, lease in self._leases.items() if self._parts.variants.taker(lease.ticket) == leaver]
+        released = 0
+        for lease_id in dict.fromkeys(own):
+            if self._leases[lease_id].caller.client == client:
+                self._parts.limits.leases.give(client)
+                self._give_back(self._leases.pop(lease_id).ticket)
+                released += 1
+        return released
+
+    def _give_back(self, ticket: SlotTicket) -> None:
+        """Nobody began under it."""
+        with contextlib.suppress(ConflictError):  # its group has closed, or a late finish took the slot
+            self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
+        self._parts.changed.notify()
+
+    def _next_group(self, splits: Sequence[Split], sources: Sources, variant: Variant) -> str | None:
+        """The group whose slot goes next to such a client, opening a new one where admission allows."""
+        variants = self._parts.variants
+        free = [g for g in variants.free_groups(variant) if sources is None or g.task.source in sources]
         for split in (Split.EVAL, Split.TRAIN):
             if split not in splits:
                 continue
             for group in free:
                 if group.split is split:
                     return group.id
-            spec = self._parts.evaluations.next_group(sources) if split is Split.EVAL else self._admit(sources)
+            is_eval = split is Split.EVAL
+            spec = variants.next_evaluation(sources, variant) if is_eval else self._admit(sources, variant)
             if spec is not None:
                 self._open_group(spec)
                 return spec.id
         return None
 
-    def _admit(self, sources: Sources) -> GroupSpec | None:
+    def _admit(self, sources: Sources, variant: Variant) -> GroupSpec | None:
         """A new training group on the next task, if every policy's staleness gate lets one in."""
-        task = self.issuer.next_task(sources) if self._training_wants_more() else None
-        return None if task is None else self._train_group(task, size=self._parts.config.dataflow.group_size)
+        if not self._training_wants_more() or not self._parts.variants.may_open(variant):
+            return None
+        task = self.issuer.next_task(sources)
+        if task is None:
+            self._parts.variants.mix.empty_handed(variant.label)
+            return None
+        spec = self._train_group(task, size=self._parts.config.dataflow.group_size)
+        self._parts.variants.opened(spec, variant)
+        return spec
 
     def _open_group(self, spec: GroupSpec) -> None:
         """Into the book and, with the dealer's place, into the ledger."""
@@ -195,9 +246,9 @@ class Rollouts:
         group_id = f"{self._prefix}-{next(self._group_numbers)}"
         return GroupSpec(id=group_id, task=task, split=Split.TRAIN, size=size, policies=names, floor_version=floors)
 
-    def _lease(self, ticket: SlotTicket) -> Lease:
-        lease_id = f"lease-{secrets.token_hex(8)}"
-        self._leases[lease_id] = PendingLease(ticket, self._parts.clock() + LEASE_S)
+    def _lease(self, ticket: SlotTicket, caller: Caller) -> Lease:
+        lease_id, lease_s = f"lease-{secrets.token_hex(8)}", self._parts.config.server.lease_s
+        self._leases[lease_id] = PendingLease(ticket, self._parts.clock() + lease_s, caller)
         group = ticket.group
         return Lease(
             lease_id=lease_id,
@@ -205,7 +256,7 @@ class Rollouts:
             group=GroupModel(id=group.id, size=group.size),
             split=group.split,
             policies=list(group.policies),
-            expires_s=LEASE_S,
+            expires_s=lease_s,
         )
 
     # --- begin --------------------------------------------------------------------------------
@@ -215,23 +266,31 @@ class Rollouts:
 
         Raises RequestError, NotFoundError (lapsed lease), OverloadedError (admission stays full).
         """
-        body_digest = digest(request.model_dump_json())
+        body_digest = digest(request.model_dump_json(exclude_defaults=True))
         if request.lease_id is None and request.task is None:
             raise RequestError("expected `lease_id` or `task`, got neither", param="task")
         if request.lease_id is None:
-            self._check_policies(request.policies or tuple(self._parts.policies), request.split)
-        deadline = self._parts.clock() + self._parts.config.server.begin_wait_s
+            self.begins.check_policies(request.policies or tuple(self._parts.policies), request.split)
+        # whoever begins tentatively holds slots elsewhere, and must not hold them while it waits here
+        patience = 0.0 if request.tentative_s is not None else self._parts.config.server.begin_wait_s
+        deadline = self._parts.clock() + patience
+        caller = Caller(request.client_id, request.code, request.label)
         while True:
-            known = self._parts.registry.replay_begin(request.idempotency_key, body_digest)
-            if known is not None:  # also after a wait, in which the same begin may have been repeated
-                return known
-            ticket = self._redeem(request) if request.lease_id is not None else self._reserve(request)
-            if ticket is not None:
+            begun = self.begins.repeated(request.idempotency_key, body_digest)
+            if begun is not None:  # also after a wait, in which the same begin may have been repeated
                 break
-            await self._wait_for_room(deadline, request)
-        reply = self._start(request, ticket, base_url)
-        self._parts.registry.remember_begin(request.idempotency_key, body_digest, reply)
-        return reply
+            self._parts.limits.episodes.check(request.client_id)
+            lease = None
+            if request.lease_id is not None:
+                lease = self._redeem(request)
+            ticket = self._reserve(request) if lease is None else lease.ticket
+            if ticket is not None:
+                caller = caller if lease is None else caller.under(lease.caller)
+                begun = self.begins.start(request, ticket, caller, body_digest=body_digest)
+                break
+            with self._parts.limits.waiting.holding(request.client_id):
+                await self._wait_for_room(deadline, request)
+        return await self.begins.answer(begun, base_url=base_url)
 
     async def _wait_for_room(self, deadline: float, request: BeginRequest) -> None:
         """Returns when something changed.  Raises OverloadedError at the deadline, UnavailableError at the end."""
@@ -254,33 +313,20 @@ class Rollouts:
         reasons = "; ".join(reason for reason in self._parts.blockers() if reason != NO_TASKS)
         return f"no room for another episode now: {reasons or 'admission is full'}"
 
-    def _start(self, request: BeginRequest, ticket: SlotTicket, base_url: str) -> BeginReply:
-        """Begin the attempt that a ticket allows: in the book, in the ledger and in memory."""
-        group = ticket.group
-        try:
-            policies = self._in_order(dict(self._policy(name, group.split) for name in group.policies), group)
-        except VersionGone:
-            self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
-            raise
-        self._parts.book.begin(ticket.episode_id, ticket.attempt)
-        self._parts.watch(
-            self._parts.ledger.record_begin(ticket.episode_id, ticket.attempt, group_id=group.id, label=request.label)
-        )
-        return self._open(request, ticket, policies, base_url=base_url)
-
-    def _in_order(self, policies: dict[str, int | None], group: GroupSpec) -> dict[str, int | None]:
-        """Those that train first, else in the order of the configuration, or of the client that named them.
-
-        The first is the default of agents that name none: the same one in training and in evaluations.
-        """
-        names = list(policies) if is_client_group(group.id) else [n for n in self._parts.policies if n in policies]
-        return {n: policies[n] for n in sorted(names, key=lambda n: not self._parts.policies[n].config.trainable)}
-
-    def _redeem(self, request: BeginRequest) -> SlotTicket:
+    def _redeem(self, request: BeginRequest) -> PendingLease:
         lease = self._leases.pop(request.lease_id or "", None)
         if lease is None:
             raise NotFoundError(f"lease {request.lease_id!r} has lapsed or was used; lease again", param="lease_id")
-        return lease.ticket
+        self._parts.limits.leases.give(lease.caller.client)
+        if request.code and lease.caller.code and request.code != lease.caller.code:
+            self._give_back(lease.ticket)
+            got = Variant(request.label, request.code)
+            raise ConflictError(
+                f"this lease was given to the agent version {lease.ticket.variant}, got {got}: begin with the code that"
+                " leased",
+                param="code",
+            )
+        return lease
 
     def _reserve(self, request: BeginRequest) -> SlotTicket | None:
         """A slot for a task that the client brings: of its group if that is open, else of a new one.
@@ -292,7 +338,7 @@ class Rollouts:
         task = Task(source=request.task.source, id=request.task.id, payload=request.task.payload)
         own_id = self._client_groups.find(declared.id) if declared is not None else None
         if declared is not None and own_id is not None:
-            return self._join(declared, own_id, task, request.split)
+            return self._join(declared, own_id, task, request)
         names = [name.partition("@")[0] for name in request.policies or ()]
         if request.split is Split.TRAIN and (self._parts.is_complete() or not self._training_wants_more(names or None)):
             return None
@@ -303,10 +349,11 @@ class Rollouts:
             policies = tuple(request.policies or self._parts.policies)
             spec = GroupSpec(id=spec.id, task=task, split=Split.EVAL, size=size, policies=policies)
         self._open_group(spec)
-        return self._parts.book.take(spec.id)
+        return self._parts.book.take(spec.id, Variant(code=request.code))
 
-    def _join(self, declared: GroupModel, own_id: str, task: Task, split: Split) -> SlotTicket | None:
-        """Another member of a group that a client declared earlier."""
+    def _join(self, declared: GroupModel, own_id: str, task: Task, request: BeginRequest) -> SlotTicket | None:
+        """Another member of a group that a client declared earlier, run by the same code."""
+        split = request.split
         spec = next(g for g, _ in self._parts.book.progress() if g.id == own_id)
         opened = (spec.size, spec.task.source, spec.task.id, spec.split)
         if opened != (declared.size, task.source, task.id, split):
@@ -316,64 +363,7 @@ class Rollouts:
                 param="group",
             )
         free = {g.id for g in self._parts.book.groups_with_free_slots()}
-        return self._parts.book.take(own_id) if own_id in free else None
-
-    def _check_policies(self, names: Sequence[str], split: Split) -> None:
-        """Raises UnknownPolicy, RequestError or VersionGone, also where a training episode could train nothing."""
-        bases = [self._policy(name, split)[0] for name in names]
-        if split is Split.TRAIN and not any(self._parts.policies[base].config.trainable for base in bases):
-            raise RequestError(
-                f"a training episode needs a policy that trains, got only frozen ones: {', '.join(bases)};"
-                ' name one that trains in `policies`, or begin with `split` "eval"',
-                param="policies",
-            )
-
-    def _policy(self, name: str, split: Split) -> tuple[str, int | None]:
-        """Parse ``"solver"`` or ``"solver@12"``.  Raises UnknownPolicy, RequestError or VersionGone."""
-        base, at, version = name.partition("@")
-        host = self._parts.policies.get(base)
-        if host is None:
-            raise UnknownPolicy(
-                f"no policy {base!r} here; this server has {', '.join(self._parts.policies)}", param="policies"
-            )
-        if not at:
-            return base, None
-        if split is not Split.EVAL or not version.isdecimal():
-            raise RequestError(f"{name!r}: only eval episodes may pin a version, as NAME@NUMBER", param="policies")
-        if not host.is_pinned(int(version)):
-            raise VersionGone(f"{name!r} is not held: POST /api/evaluations pins a version", param="policies")
-        return base, int(version)
-
-    def _open(
-        self, request: BeginRequest, ticket: SlotTicket, policies: dict[str, int | None], *, base_url: str
-    ) -> BeginReply:
-        """Create the attempt in memory and the reply that describes it."""
-        group, server = ticket.group, self._parts.config.server
-        key = new_episode_key()
-        episode = OpenEpisode(
-            episode_id=ticket.episode_id,
-            attempt=ticket.attempt,
-            group=group,
-            policies=policies,
-            label=request.label,
-            key_digest=digest(key),
-            idle_timeout_s=request.idle_timeout_s or server.idle_timeout_s,
-            began_s=time.time(),
-            last_seen=self._parts.clock(),
-            graph=EpisodeGraph(ticket.episode_id),
-        )
-        self._parts.registry.add(episode)
-        return BeginReply(
-            episode_id=episode.episode_id,
-            attempt=episode.attempt,
-            base_url=base_url,
-            api_key=key,
-            policies=list(episode.policies),
-            heartbeat_s=server.heartbeat_s,
-            task=task_model(group),
-            group=GroupModel(id=group.id, size=group.size),
-            split=group.split,
-        )
+        return self._parts.book.take(own_id, Variant(code=request.code)) if own_id in free else None
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -381,26 +371,47 @@ class Rollouts:
         """End leases that lapsed and attempts that fell silent: their slots reopen."""
         now = self._parts.clock()
         for lease_id in [k for k, lease in self._leases.items() if lease.expires < now]:
-            ticket = self._leases.pop(lease_id).ticket
-            with contextlib.suppress(ConflictError):  # its group has closed, or a late finish took the slot
-                self._parts.book.release(ticket.episode_id, ticket.attempt, ReleaseReason.LEASE_EXPIRED)
-            self._parts.changed.notify()
+            lease = self._leases.pop(lease_id)
+            self._parts.limits.leases.give(lease.caller.client)
+            self._parts.endings.note(lease.ticket.group.split, Cause.LEASE_EXPIRED)
+            self._give_back(lease.ticket)
+        self.begins.reap()
         for episode in self._parts.registry.silent(self._parts.config.server.heartbeat_s):
-            self._parts.registry.lose(episode)
-            self._parts.book.release(episode.episode_id, episode.attempt, ReleaseReason.LOST)
-            self._parts.watch(
-                self._parts.ledger.record_end(
-                    episode.episode_id, episode.attempt, state=AttemptState.LOST, outcome=Outcome.CLIENT
-                )
-            )
-            self._parts.metrics.episodes.labels(episode.split, "lost").inc()
-            self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt)
-            self._parts.changed.notify()
+            if episode.is_unheard:
+                interrupt(self._parts, episode)
+            else:
+                self._lose(episode)
+        self._parts.variants.reap()
         removed = self._parts.dealer.removed
         for group, _ in self._parts.book.progress():
             # only its client could fill it, or the clients of a source that is gone and may have left
             if is_client_group(group.id) or group.task.source in removed:
                 self._parts.book.abandon(group.id)
+
+    def _lose(self, episode: OpenEpisode) -> None:
+        """No sign of life: its slot reopens, and a late finish may still count."""
+        cause = Cause.HEARTBEAT_LOST if episode.has_heartbeat else Cause.CLIENT_VANISHED
+        self._parts.registry.lose(episode)
+        episode.cause = cause
+        self._parts.book.release(episode.episode_id, episode.attempt, ReleaseReason.LOST)
+        self._parts.watch(
+            self._parts.ledger.record_end(
+                episode.episode_id, episode.attempt, state=AttemptState.LOST, outcome=OUTCOME_OF[cause], cause=cause
+            )
+        )
+        self._parts.metrics.episodes.labels(episode.split, "lost").inc()
+        self._parts.endings.note(episode.split, cause)
+        self._parts.variants.ended(episode, "lost")
+        self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt, cause=cause)
+        self._parts.changed.notify()
+
+    def overdue(self) -> list[OpenEpisode]:
+        """Attempts that run longer than any may (``dataflow.episode_deadline_s``)."""
+        limit = self._parts.config.dataflow.episode_deadline_s
+        if limit is None:
+            return []
+        horizon = self._parts.clock() - limit
+        return [e for e in self._parts.registry.open_episodes() if e.state is EpisodeState.OPEN and e.opened < horizon]
 
     def restore_groups(self, group_ids: Iterable[str]) -> None:
         """Groups that were open when the server stopped."""

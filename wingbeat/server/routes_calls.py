@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wingbeat.core.errors import (
     PayloadTooLarge,
-    PermissionDenied,
     UnknownPolicy,
     WingbeatError,
 )
 from wingbeat.server.calls import ModelCall, Prepared
+from wingbeat.server.collect_calls import CollectedCall, CollectedCalls
 from wingbeat.server.control import Control
 from wingbeat.server.dialects import chat, completions
 from wingbeat.server.dialects.base import Dialect
@@ -34,7 +34,10 @@ from wingbeat.server.dialects.responses import RESPONSES
 from wingbeat.server.dialects.responses import parse as responses
 from wingbeat.server.episodes import OpenEpisode
 from wingbeat.server.error_answers import error_headers, http_fault
-from wingbeat.server.replays import Fingerprint
+from wingbeat.server.limits import TooFast
+from wingbeat.server.recovery import asked_again
+from wingbeat.server.replays import Fingerprint, SeenCalls
+from wingbeat.server.request_limits import BodyHold
 from wingbeat.server.requests import decode_json, hang_up, has_hung_up, read_body
 from wingbeat.server.runs import Reader, Run
 
@@ -48,6 +51,7 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 MODELS = "/v1/models"
 KEY_PREFIX = "/s/"
+KEY_HEADERS = ("authorization", "x-api-key")
 LONG_BODY_BYTES = 32_000
 
 JSON = (b"content-type", b"application/json")
@@ -125,6 +129,13 @@ class ModelCalls:
         self._control = control
         self._rest = rest
         self._max_bytes = control.config.server.max_body_bytes
+        self._collected = CollectedCalls(
+            control.collecting,
+            control.gateway,
+            begin=self._begun,
+            check=control.limits.calls.check,
+            on_replay=control.metrics.replays.inc,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,28 +149,40 @@ class ModelCalls:
             return
         try:
             headers: dict[bytes, bytes] = dict(scope["headers"])
-            refuse_other_origins(headers)
             check_method(scope, "GET" if dialect is None else "POST")
-            episode = self._episode(headers, key)
+            wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
+            caller = self._control.collecting.caller(wanted, path_key=key)
+            episode = self._episode(wanted, key) if caller is None else self._control.collecting.store.visitor(caller)
             if dialect is None:
                 await self._models(episode, path.removeprefix(MODELS).removeprefix("/"), send)
                 return
-            body = await self._body(episode, headers, receive)
-            if path == COUNT:
-                await self._count(episode, body, send)
-                return
-            run = await self._run(dialect, episode, body, Fingerprint.of(path, body, headers))
+            hold = BodyHold(self._control.limits, episode.client)
+            try:
+                body = await self._body(episode, headers, hold.admit(headers, receive))
+                if path == COUNT:
+                    await self._count(episode, body, send)
+                    return
+                fingerprint = Fingerprint.of(path, body, headers)
+                if caller is None:
+                    run = await self._run(dialect, episode, body, fingerprint)
+                else:
+                    is_long = len(body) > LONG_BODY_BYTES
+                    call = CollectedCall(dialect, caller, headers, body, is_long=is_long, fingerprint=fingerprint)
+                    run = await self._collected.run(call)
+            finally:
+                hold.release()
             try:
                 await self._answer(run, receive, send)
             finally:
                 episode.last_seen = self._control.clock()
         except WingbeatError as error:
+            if isinstance(error, TooFast):
+                await asyncio.sleep(error.pause_s)
             await answer_error(dialect or CHAT, error, send)
 
-    def _episode(self, headers: Mapping[bytes, bytes], key: str) -> OpenEpisode:
+    def _episode(self, headers: Mapping[str, str], key: str) -> OpenEpisode:
         """The attempt whose key the path or a header carries."""
-        wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in ("authorization", "x-api-key")}
-        return self._control.registry.by_key(wanted, path_key=key)
+        return self._control.registry.by_key(headers, path_key=key)
 
     async def _body(self, episode: OpenEpisode, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         declared = headers.get(b"content-length", b"0")
@@ -185,7 +208,7 @@ class ModelCalls:
         is_long = len(body) > LONG_BODY_BYTES
         if not is_long and not episode.graph_lock.locked():
             return self._joined(episode, fingerprint) or self._begun(
-                dialect, episode, fingerprint, self._prepare(dialect, dialect.parse, episode, body)
+                dialect, episode, episode.seen, fingerprint, self._prepare(dialect, dialect.parse, episode, body)
             )
         async with episode.graph_lock:
             run = self._joined(episode, fingerprint)
@@ -193,7 +216,7 @@ class ModelCalls:
                 work = partial(self._prepare, dialect, dialect.parse, episode, body)
                 prepared = await asyncio.to_thread(work) if is_long else work()
                 episode.require_open()
-                run = self._begun(dialect, episode, fingerprint, prepared)
+                run = self._begun(dialect, episode, episode.seen, fingerprint, prepared)
             return run
 
     def _joined(self, episode: OpenEpisode, fingerprint: Fingerprint) -> Run | None:
@@ -207,12 +230,27 @@ class ModelCalls:
     def _prepare(
         self, dialect: Dialect, parse: Callable[[Any], ModelCall], episode: OpenEpisode, body: bytes
     ) -> Prepared:
+        self._control.limits.calls.check(episode.client)  # before all that work
         return self._control.gateway.prepare(episode, parse(decode_json(body)), turn_prefix=dialect.turn_prefix)
 
-    def _begun(self, dialect: Dialect, episode: OpenEpisode, fingerprint: Fingerprint, prepared: Prepared) -> Run:
-        run = Run(episode, prepared, dialect, grace_s=self._control.config.server.retry_grace_s)
-        episode.seen.add(fingerprint, run)
-        run.start(self._control.gateway, prepared, self._control.registry.replays.keep)
+    def _begun(
+        self, dialect: Dialect, episode: OpenEpisode, seen: SeenCalls, fingerprint: Fingerprint, prepared: Prepared
+    ) -> Run:
+        """Start the run of a prepared call; ``seen``: among which calls its retries are looked for."""
+        config, calls = self._control.config, self._control.limits.calls
+        client, num_calls = episode.client, prepared.call.n
+        calls.take(client, num_calls)
+        asked_again(episode, prepared.plan)
+        run = Run(
+            episode, prepared, dialect, grace_s=config.server.retry_grace_s, life_s=self._control.limits.config.call_s
+        )
+        seen.add(fingerprint, run)
+
+        def ended(run: Run) -> None:
+            calls.give(client, num_calls)
+            self._control.registry.replays.keep(run)
+
+        run.start(self._control.gateway, prepared, ended)
         return run
 
     async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
@@ -272,17 +310,6 @@ def _headers(run: Run, length: int) -> list[tuple[bytes, bytes]]:
 def check_method(scope: Scope, method: str) -> None:
     if scope["method"] != method:
         raise http_fault(405, f"{scope['method']} {without_key(scope['path'])}: use {method}")
-
-
-def refuse_other_origins(headers: Mapping[bytes, bytes]) -> None:
-    """A web page of another origin must not call: on loopback no key would stop it.
-
-    Browsers name the page's origin in every cross-origin request that may change something; agents and
-    SDKs send none.
-    """
-    origin = headers.get(b"origin")
-    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
-        raise PermissionDenied(f"requests from the web page {origin.decode('latin-1')} are not accepted")
 
 
 async def answer_error(dialect: Dialect, error: WingbeatError, send: Send) -> None:

@@ -21,12 +21,13 @@ from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.task_sources import check_source
 from wingbeat.server.bodies import body_schema, parse
 from wingbeat.server.control import Control
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.keys import KeyRing
+from wingbeat.server.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS
 from wingbeat.server.requests import unless_gone
 from wingbeat.server.sources import SavedSource, delete_source, save_source
 
 
-def task_routes(control: Control, keys: RoleKeys) -> APIRouter:
+def task_routes(control: Control, keys: KeyRing) -> APIRouter:
     """The routes, bound to one control."""
     router = APIRouter(prefix="/api", tags=["tasks"])
     changing = asyncio.Lock()
@@ -34,7 +35,7 @@ def task_routes(control: Control, keys: RoleKeys) -> APIRouter:
 
     @router.put("/tasks/{source:path}", openapi_extra=body_schema(TaskSourceRequest))
     async def put_tasks(request: Request, source: str) -> TaskSourceReply:
-        keys.require_admin(request.headers)
+        keys.require(request.headers, MAY_RUN_AGENTS)
         wanted = parse(TaskSourceRequest, await request.body())
         tasks = [
             Task(t.source if "source" in t.model_fields_set else source, id=t.id, payload=t.payload)
@@ -52,7 +53,7 @@ def task_routes(control: Control, keys: RoleKeys) -> APIRouter:
 
     @router.delete("/tasks/{source:path}")
     async def remove_tasks(request: Request, source: str) -> RemovedSourceReply:
-        keys.require_admin(request.headers)
+        keys.require(request.headers, MAY_ADMINISTRATE)
         async with changing:
             control.dealer.remove(source)
             await asyncio.to_thread(delete_source, control.run_dir, source)
@@ -65,18 +66,19 @@ def task_routes(control: Control, keys: RoleKeys) -> APIRouter:
 
     @router.post("/tasks/lease", openapi_extra=body_schema(LeaseRequest))
     async def lease(request: Request) -> LeaseReply:
-        keys.require_admin(request.headers)
+        caller = keys.require(request.headers, MAY_RUN_AGENTS)
         wanted = parse(LeaseRequest, await request.body())
+        wanted = wanted.model_copy(update={"client_id": caller.client(wanted.client_id)})
         return await unless_gone(request, control.rollouts.lease(wanted))
 
     @router.get("/mixing")
     async def mixing(request: Request) -> MixingReply:
-        keys.require_admin(request.headers)
+        keys.require(request.headers, MAY_RUN_AGENTS)
         return _mixing_reply(control)
 
     @router.put("/mixing", openapi_extra=body_schema(MixingRequest))
     async def set_mixing(request: Request) -> MixingReply:
-        keys.require_admin(request.headers)
+        keys.require(request.headers, MAY_ADMINISTRATE)
         wanted = parse(MixingRequest, await request.body())
         control.dealer.set_ratios(wanted.ratios)
         await asyncio.wrap_future(control.ledger.save_dealer_state(control.dealer.state_dict()))

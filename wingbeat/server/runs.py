@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from wingbeat.core.errors import EpisodeClosed, UnavailableError, WingbeatError
+from wingbeat.core.errors import CallTimeout, EpisodeClosed, UnavailableError, WingbeatError
 from wingbeat.server.calls import Choice, Prepared, TextDelta
 from wingbeat.server.dialects.base import Dialect, EventWriter
+from wingbeat.server.endings import fault_of_call
 from wingbeat.server.episodes import EpisodeState, OpenEpisode
 from wingbeat.server.gateway import Begun, Gateway
 
@@ -65,7 +66,10 @@ class Reader:
 class Run:
     """Runs on control's event loop."""
 
-    def __init__(self, episode: OpenEpisode, prepared: Prepared, dialect: Dialect, *, grace_s: float) -> None:
+    def __init__(
+        self, episode: OpenEpisode, prepared: Prepared, dialect: Dialect, *, grace_s: float, life_s: float
+    ) -> None:
+        """``grace_s``: how long nobody may wait for the answer; ``life_s``: how long it may take in all."""
         self.stream = prepared.call.stream
         self.headers = prepared.enforced
         self.turn_ids = prepared.turn_ids
@@ -78,6 +82,9 @@ class Run:
         self._episode = episode
         self._dialect = dialect
         self._grace_s = grace_s
+        self._life_s = life_s
+        self._death: asyncio.TimerHandle | None = None
+        self._expired = False
         self._readers: set[Reader] = set()
         self._writer: EventWriter | None = None
         self._task: asyncio.Task[None] | None = None
@@ -85,6 +92,10 @@ class Run:
         self._given_up = False
         self._let_go = False
         episode.undelivered.update(self.turn_ids)
+
+    @property
+    def episode(self) -> OpenEpisode:
+        return self._episode
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +127,7 @@ class Run:
         work = self._stream(gateway, prepared) if self.stream else self._complete(gateway, prepared)
         task = self._task = asyncio.create_task(work, name="call")
         self._episode.calls.add(task)
+        self._death = asyncio.get_running_loop().call_later(self._life_s, self._expire)
 
         def ended(task: asyncio.Task[None]) -> None:
             self._episode.calls.discard(task)
@@ -143,6 +155,12 @@ class Run:
                     data = writer.choice(item) + (writer.end(done) if last else b"")
                     self._push(Frame(data, (item.turn_id,), last=last))
 
+    def _expire(self) -> None:
+        """The engine is told to end it; what it has sampled stays in the episode."""
+        self._expired = True
+        if self._task is not None:
+            self._task.cancel()
+
     def _push(self, frame: Frame) -> None:
         self.frames.append(frame)
         self._wake()
@@ -150,7 +168,11 @@ class Run:
     def _end(self, task: asyncio.Task[None]) -> None:
         """The task is over: whoever waits is told."""
         self.done = True
+        if self._death is not None:
+            self._death.cancel()
         error = self._error_of(task)
+        if not self._given_up:
+            self._episode.call_fault = None if error is None else fault_of_call(error)
         if error is not None:
             self.failed = True
             if self._writer is not None and self.frames:
@@ -165,6 +187,11 @@ class Run:
 
     def _error_of(self, task: asyncio.Task[None]) -> WingbeatError | None:
         if task.cancelled():
+            if self._expired and self._episode.state is EpisodeState.OPEN:
+                return CallTimeout(
+                    f"this call lasted longer than limits.call_s = {self._life_s:g} s and was ended; ask for fewer"
+                    " tokens, or raise it"
+                )
             if self._episode.state is EpisodeState.OPEN:
                 return UnavailableError("the caller hung up")
             return EpisodeClosed(f"episode {self._episode.episode_id} ended while this call ran")

@@ -20,7 +20,8 @@ from wingbeat.core.worker_protocol import (
     WeightsServed,
     WorkerMessage,
 )
-from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.engines import EnginePool
+from wingbeat.server.flights import EngineLink
 from wingbeat.server.policies import PolicyHost
 from wingbeat.server.signals import Changed
 
@@ -37,6 +38,8 @@ class SessionParts:
     changed: Changed
     is_stopping: Callable[[], bool] = lambda: False
     """Workers that are told to end are not lost."""
+    max_running: int = 0
+    """Generations that an engine of ours runs together; 0: no bound."""
 
 
 class EngineSession:
@@ -45,6 +48,8 @@ class EngineSession:
     def __init__(self, parts: SessionParts, register: Register, send: Callable[[ControlMessage], None]) -> None:
         self._parts = parts
         self._link = EngineLink(register.worker_id, register.host_id, send)
+        if register.bounded:
+            self._link.capacity = parts.max_running
         parts.events.emit("engine_joined", worker_id=register.worker_id, pid=register.pid)
         parts.engines.join(self._link)
         parts.changed.notify()

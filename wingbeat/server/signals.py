@@ -11,8 +11,11 @@ class Changed:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.count = 0
+        """How often it was notified."""
 
     def notify(self) -> None:
+        self.count += 1
         event, self._event = self._event, asyncio.Event()
         event.set()
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from wingbeat.core.errors import SetupError
 from wingbeat.core.files import write_atomically
 from wingbeat.core.types import Split, Task
+from wingbeat.dataflow.task_sources import digest_of
 
 
 class SavedSource(msgspec.Struct, frozen=True):
@@ -17,13 +19,15 @@ class SavedSource(msgspec.Struct, frozen=True):
     source: str
     split: Split
     tasks: tuple[Task, ...]
+    digest: str = ""
+    """Of the tasks; "" where an older release wrote it."""
 
 
 def save_source(run_dir: Path, saved: SavedSource) -> None:
     """Write (or replace) a source durably."""
     path = _path(run_dir, saved.source, saved.split)
     path.parent.mkdir(exist_ok=True)
-    write_atomically(path, msgspec.json.encode(saved))
+    write_atomically(path, msgspec.json.encode(msgspec.structs.replace(saved, digest=digest_of(saved.tasks))))
 
 
 def delete_source(run_dir: Path, source: str) -> None:
@@ -38,6 +42,20 @@ def _path(run_dir: Path, source: str, split: Split) -> Path:
 
 
 def load_sources(run_dir: Path) -> list[SavedSource]:
-    """All saved sources, in a fixed order."""
-    paths = sorted((run_dir / "tasks").glob("*.json"))
-    return [msgspec.json.decode(path.read_bytes(), type=SavedSource) for path in paths]
+    """All saved sources, in a fixed order.  Raises SetupError where one is not what was written."""
+    return [_load(path) for path in sorted((run_dir / "tasks").glob("*.json"))]
+
+
+def _load(path: Path) -> SavedSource:
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=SavedSource)
+        fault = "its digest differs" if saved.digest not in ("", digest_of(saved.tasks)) else ""
+    except msgspec.MsgspecError as error:
+        raise SetupError(_damaged(path, str(error))) from error
+    if fault:
+        raise SetupError(_damaged(path, fault))
+    return saved
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"the task source {path} is damaged: {why}; delete the file, and put the source's tasks again once it runs"

@@ -18,6 +18,8 @@ NEVER_CALLED = (
 )
 NO_TASKS = "no tasks: PUT /api/tasks/{source}, or begin episodes with a task of your own"
 
+WAITING = "no tasks; collected conversations that wait for feedback: {}"
+
 
 def blockers(control: Control) -> list[str]:
     """Everything that stands in the way, most important first; empty when work flows."""
@@ -42,8 +44,10 @@ def blockers(control: Control) -> list[str]:
     if control.finishing.lost_groups.blocker:
         found.append(control.finishing.lost_groups.blocker)
     found += control.rollouts.issuer.blockers(control.evaluations.waiting_sources)
+    found += control.variants.blockers()
     if not _has_work(control):
-        found.append(NO_TASKS)
+        num_waiting = len(control.collecting.store.book)
+        found.append(WAITING.format(num_waiting) if num_waiting else NO_TASKS)
     if not found and not control.registry.open_episodes() and not control.rollouts.num_waiting:
         found.append("no agent is running: wingbeat rollout agent.py --server URL")
     return found + _group_blockers(control)
@@ -128,10 +132,17 @@ def status_reply(control: Control) -> StatusReply:
     return StatusReply(
         state=state,
         blockers=blockers(control),
-        warnings=[*control.health.warnings, *(w for h in control.policies.values() for w in h.chain.warnings)],
+        warnings=[
+            *control.ledger_watch.warnings,
+            *control.health.warnings,
+            *(w for h in control.policies.values() for w in h.trainer.warnings),
+            *(w for h in control.policies.values() for w in h.chain.warnings),
+            *control.teams.warnings(),
+        ],
         ended=control.director.ended,
         policies=[policy_reply(control, h) for h in control.policies.values()],
         open_episodes=len(control.registry.open_episodes()),
+        endings=dict(control.endings.counts),
         groups_in_flight=counts.num_groups,
         groups_buffered=sum(len(h.buffer) for h in control.policies.values()),
         train_steps=max((h.version for h in control.policies.values()), default=0),

@@ -58,6 +58,8 @@ class TrainerLink:
         """The worker that last connected as this policy's trainer."""
         self.problem = ""
         """What keeps it from going on although nothing has failed for good."""
+        self.warnings: list[str] = []
+        """Checkpoints that it could not use."""
         self._send: Send | None = None
         self._given = ""
         """The batch that this connection was given last: never twice, whatever order its messages come in."""
@@ -121,6 +123,9 @@ class TrainerLink:
             return
         host, step, lineage = self._host, message.step, message.manifest.lineage
         self._emit("trainer_ready", step=step, version=host.version)
+        self._tell_of_damage(message)
+        if self._has_lost_all(message):
+            return
         if self._proposal is not None and lineage == self._proposal.lineage:
             self._begin_lineage(message, self._proposal.reason)
         elif lineage > host.ancestry.current:
@@ -133,6 +138,28 @@ class TrainerLink:
             self._stands_with_us(message.manifest)
         else:
             self._replay(message)
+
+    def _tell_of_damage(self, message: TrainerReady) -> None:
+        """Its checkpoints are not all what was written: an older one serves, which a replay makes exact."""
+        place = f"step {message.step}" if message.step else "the beginning"
+        self.warnings = [
+            f"a checkpoint of {self._host.name!r} is damaged, its trainer goes on from {place}: {one}"
+            for one in message.damaged
+        ]
+        for one in message.damaged:
+            self._emit("checkpoint_corrupt", step=message.step, checkpoint=one)
+
+    def _has_lost_all(self, message: TrainerReady) -> bool:
+        """Whether nothing but the beginning is left, and nothing may be replayed: then people decide."""
+        host = self._host
+        if not message.damaged or message.step or not host.version or host.config.trainer.replay:
+            return False
+        host.halt(
+            f"training of {host.name!r} stopped: no checkpoint of it can be used ({'; '.join(message.damaged)});"
+            f" either put an intact one back, or set trainer.replay = true to repeat all {host.version} steps from the"
+            " ledger, or start a new run directory"
+        )
+        return True
 
     def _await_unheard(self, step: int) -> None:
         """It ended a step of which we did not hear (control or the link died meanwhile): its StepDone follows."""
@@ -250,6 +277,7 @@ class TrainerLink:
                 self._host.name, step=message.step, path=message.path, lineage=message.lineage
             )
         )
+        self.warnings = []
         self._emit("checkpoint", step=message.step, path=message.path)
 
     def exported(self, message: Exported) -> None:

@@ -57,6 +57,9 @@ class EpisodeGraph:
         """Sampled tokens that cannot train because no usable logprob came with them."""
         return sum(turn.num_missing_logprobs for turn in self._turns.values())
 
+    def __contains__(self, turn_id: str) -> bool:
+        return turn_id in self._turns
+
     def turn(self, turn_id: str) -> Turn:
         """Raises KeyError for a turn of another episode."""
         return self._turns[turn_id]

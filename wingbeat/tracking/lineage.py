@@ -108,7 +108,7 @@ class LineageIndex:
             if place.message is None or place.previous is None:
                 continue
             answers = place.previous.ordinal_of(place.message.tool_call_id) if place.message.tool_call_id else -1
-            edge = _edge(place.message, answers)
+            edge = edge_of(place.message, answers)
             child = node.children.get(edge)
             if child is None:
                 child = node.children[edge] = _Node(place.message)
@@ -136,7 +136,7 @@ class LineageIndex:
         ordinals: dict[str, int] = {}
         num_calls = 0
         for index, message in enumerate(messages):
-            child = node.children.get(_edge(message, ordinals.get(message.tool_call_id, -1)))
+            child = node.children.get(edge_of(message, ordinals.get(message.tool_call_id, -1)))
             if child is None:
                 break
             for call in message.tool_calls:
@@ -149,7 +149,7 @@ class LineageIndex:
         return walk
 
 
-def _edge(message: Message, answers: int) -> Edge:
+def edge_of(message: Message, answers: int) -> Edge:
     """What a message means; ``answers`` is the number of the call that it answers, -1 where there is none."""
     calls = tuple([(call.name, call.arguments_key) for call in message.tool_calls])
     name = message.name if message.role in ("user", "system") else ""

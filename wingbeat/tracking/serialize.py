@@ -80,12 +80,31 @@ class _Graph(msgspec.Struct, frozen=True):
     resampled: tuple[str, ...] = ()
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class TurnNotes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of an episode, besides its turns, at the moment when one is committed."""
+
+    lineage: int = 0
+    """Of the policy: the one in which the turn's versions count."""
+    tools: bytes = b""
+    """The tool list of the turn's request as JSON, where no earlier turn of the attempt had the same."""
+    instructed: bool = False
+    """Its system message was sent for this request alone."""
+    undelivered: tuple[str, ...] = ()
+    """Earlier turns whose reply no caller had received."""
+    resampled: tuple[str, ...] = ()
+    """Earlier turns whose retry had to be sampled anew."""
+
+
+NO_NOTES = TurnNotes()
+
+
+class _Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn by itself."""
 
     format: Literal["wingbeat-graph/2"]
     messages: tuple[_Message, ...]
     turn: _Turn
+    notes: TurnNotes = NO_NOTES
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -131,11 +150,11 @@ def load_graph(data: bytes) -> EpisodeGraph:
     return graph
 
 
-def dump_turn(graph: EpisodeGraph, turn: Turn) -> bytes:
+def dump_turn(graph: EpisodeGraph, turn: Turn, *, notes: TurnNotes = NO_NOTES) -> bytes:
     """One turn of ``graph`` by itself; its ancestors are needed to read it."""
     table: dict[_Message, int] = {}
     packed = _pack_turn(turn, graph=graph, table=table)
-    return _encoder.encode(_Piece(format=FORMAT, messages=tuple(table), turn=packed))
+    return _encoder.encode(_Piece(format=FORMAT, messages=tuple(table), turn=packed, notes=notes))
 
 
 def load_turns(episode_id: str, pieces: Iterable[bytes]) -> EpisodeGraph:
@@ -143,7 +162,12 @@ def load_turns(episode_id: str, pieces: Iterable[bytes]) -> EpisodeGraph:
 
     Raises ValueError where they are no turns of this format or contradict each other.
     """
-    graph = EpisodeGraph(episode_id)
+    return load_noted_turns(episode_id, pieces)[0]
+
+
+def load_noted_turns(episode_id: str, pieces: Iterable[bytes]) -> tuple[EpisodeGraph, tuple[TurnNotes, ...]]:
+    """As :func:`load_turns`, with the notes of each turn."""
+    graph, notes = EpisodeGraph(episode_id), list[TurnNotes]()
     for data in pieces:
         try:
             piece = _piece_decoder.decode(data)
@@ -151,7 +175,8 @@ def load_turns(episode_id: str, pieces: Iterable[bytes]) -> EpisodeGraph:
             raise ValueError(f"expected a turn of format {FORMAT!r}, got something else: {error}") from error
         messages = [_unpack_message(message) for message in piece.messages]
         graph.add(_unpack_turn(piece.turn, graph=graph, messages=messages))
-    return graph
+        notes.append(piece.notes)
+    return graph, tuple(notes)
 
 
 def _pack_turn(turn: Turn, *, graph: EpisodeGraph, table: dict[_Message, int]) -> _Turn:

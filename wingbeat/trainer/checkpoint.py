@@ -2,10 +2,10 @@
 
     checkpoints/POLICY/step-00000012/
         state.safetensors   masters, optimiser moments and counts, by name
-        state.json          step, lineage, format, and the sha256 and size of state.safetensors
+        state.json          step, lineage, format, the sha256 and size of state.safetensors, and a seal of all this
 
 A checkpoint is written under a hidden name, synced, and renamed: it is there entirely or not at all.
-Loading verifies the checksum before using a byte, and falls back to the next older one.  There is no
+Loading verifies seal and checksum before using a byte, and falls back to the next older one.  There is no
 random state to save: a training step draws everything from its batch's seed.
 """
 
@@ -79,6 +79,8 @@ class CheckpointStore:
             raise ValueError(f"expected keep >= 1, got {keep}")
         self._directory = directory
         self._keep = keep
+        self._damaged: set[int] = set()
+        """Steps whose checkpoint could not be used: it is none of those that are kept."""
 
     def steps(self) -> list[int]:
         """Steps with a complete folder, ascending; their content is verified only on loading."""
@@ -129,6 +131,7 @@ class CheckpointStore:
                 tensors, lineage = _read(path, step=step)
             except DamagedCheckpoint as error:
                 skipped.append(SkippedCheckpoint(path=path, reason=str(error)))
+                self._damaged.add(step)
                 logger.warning("checkpoint %s is damaged and was skipped: %s", path, error)
                 continue
             trainer.load_state(tensors, step=step)
@@ -136,7 +139,8 @@ class CheckpointStore:
         return LoadReport(step=None, skipped=tuple(skipped))
 
     def _prune(self, newest: int) -> None:
-        kept = [step for step in self.steps() if step <= newest][-self._keep :]
+        self._damaged.discard(newest)
+        kept = [step for step in self.steps() if step <= newest and step not in self._damaged][-self._keep :]
         for path in list(self._directory.iterdir()):
             match = _NAME.fullmatch(path.name)
             if path.name.startswith(_PARTIAL) or (match and int(match[1]) not in kept):
@@ -153,6 +157,7 @@ def _write(trainer: Checkpointable, folder: Path, *, lineage: int) -> None:
         "lineage": lineage,
         "files": {_TENSORS: {"sha256": _sha256(folder / _TENSORS), "size": (folder / _TENSORS).stat().st_size}},
     }
+    scalars["seal"] = _seal(scalars)
     with (folder / _SCALARS).open("w", encoding="utf-8") as file:
         json.dump(scalars, file, indent=1)
         file.flush()
@@ -167,10 +172,15 @@ def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
     """
     try:
         scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text(encoding="utf-8"))
+        seal = scalars.pop("seal", None)  # (older checkpoints have none)
+        if seal is not None and seal != _seal(scalars):
+            raise DamagedCheckpoint(f"{_SCALARS} is not what was written (its seal differs)")
         form, written = scalars["format"], scalars["step"]
         lineage = int(scalars.get("lineage", 0))
         wanted_sha, wanted_size = scalars["files"][_TENSORS]["sha256"], scalars["files"][_TENSORS]["size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except DamagedCheckpoint:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{_SCALARS} cannot be read ({type(error).__name__}: {error})") from error
     if form != FORMAT:
         raise SetupError(
@@ -188,6 +198,10 @@ def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
         return load_file(path / _TENSORS), lineage
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{_TENSORS} cannot be read ({error})") from error
+
+
+def _seal(scalars: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(scalars, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

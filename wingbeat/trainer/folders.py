@@ -20,6 +20,7 @@ def checked_folder(folder: Path) -> Path:
         if any(name.endswith(".gguf") for name in present):
             fix = "give the path of the .gguf file itself"
         raise ModelSourceError(f"expected {', '.join(missing)} in the model folder {folder}, got {found}: {fix}")
+    _check_shards(folder)
     try:
         config = json.loads((folder / "config.json").read_bytes())
         described = isinstance(config, dict) and "model_type" in config
@@ -31,3 +32,22 @@ def checked_folder(folder: Path) -> Path:
             "copy the model's own config.json there"
         )
     return folder
+
+
+def _check_shards(folder: Path) -> None:
+    """An index may name files of any kind anywhere: only safetensors beside it are read.  Raises ModelSourceError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelSourceError(
+            f"expected a table `weight_map` in {index}, got none: copy the model's own there"
+        ) from None
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelSourceError(
+                f"{index} names {shard!r:.100}; expected .safetensors files beside it: nothing else is loaded, since"
+                " other formats of weights can hold programs"
+            )

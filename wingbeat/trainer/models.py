@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -70,7 +71,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device |
     folder = resolve_model(source)
     try:
         model = _pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelSourceError(
             f"expected in {folder} a causal language model that transformers can load, got: {error}"
         ) from error
@@ -108,7 +109,13 @@ def resolve_model(source: str | Path, *, cache: Path | None = None) -> Path:
 def _pretrained(folder: Path, *, dtype: torch.dtype, **options: Any) -> Any:
     """The model of a folder; raises ValueError if weights are missing or have another shape."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, local_files_only=True, **options
+        folder,
+        dtype=dtype,
+        output_loading_info=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **options,
     )
     model, report = loaded
     absent = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
@@ -272,7 +279,9 @@ def _joined(parts: Sequence[Path], path: Path) -> Path:
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, chat template and BOS rule included."""
     facts = _tokenizer_facts(gguf)
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
+    )
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     _repair_tokenizer(folder / "tokenizer.json", facts=facts)
     path = folder / "tokenizer_config.json"

@@ -26,6 +26,7 @@ import aiohttp
 import msgspec
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.tls import certificate_fault, client_context
 from wingbeat.core.worker_protocol import (
     ControlMessage,
     Heartbeat,
@@ -73,6 +74,7 @@ class WorkerLink:
     ) -> None:
         self._url = url.rstrip("/") + "/worker/v1"
         self._key = key
+        self._tls = client_context() if self._url.startswith("https://") else True
         self._register = register
         self._give_up_s = give_up_s
         self._clock = clock
@@ -144,13 +146,19 @@ class WorkerLink:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
             while not self._stopping:
                 try:
-                    async with session.ws_connect(self._url, max_msg_size=MAX_FRAME_BYTES, compress=0) as socket:
+                    async with session.ws_connect(
+                        self._url, max_msg_size=MAX_FRAME_BYTES, compress=0, ssl=self._tls
+                    ) as socket:
                         await self._converse(socket)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status in (401, 403):
                         raise SetupError(f"control at {self._url} refused the worker key") from error
                     self._give_up_after(error)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if fault := certificate_fault(error):
+                        raise SetupError(
+                            f"the certificate of control at {self._url} is not accepted: {fault}"
+                        ) from error
                     self._give_up_after(error)
                 if self._stopping:
                     return

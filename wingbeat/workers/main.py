@@ -13,12 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
+from wingbeat.core.errors import SetupError
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Heartbeat, Register, Role, Shutdown
 from wingbeat.weights.host import host_id
 from wingbeat.workers.link import Inbound, WorkerLink
 
 WORKER_KEY_VARIABLE = "WINGBEAT_WORKER_KEY"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
         host_id=identity,
         pid=os.getpid(),
         policies=arguments.policies,
+        bounded=role == "engine",
     )
     link = WorkerLink(arguments.url, arguments.key, register)
     compute = build(identity, link.send)
@@ -75,6 +79,10 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
     link.start()
     try:
         compute.run(link.receive)
+    except SetupError as error:  # starting it again would not help: the supervisor passes its words on
+        logger.exception("%s cannot work", arguments.worker_id)
+        sys.stderr.write(f"error: {' '.join(error.message.split())}\n")
+        sys.exit(error.exit_code)
     finally:
         link.close()
     if link.failed:

@@ -39,7 +39,7 @@ from wingbeat.core.worker_protocol import (
     TrainStep,
     Welcome,
 )
-from wingbeat.trainer.checkpoint import CheckpointStore
+from wingbeat.trainer.checkpoint import CheckpointStore, LoadReport
 from wingbeat.trainer.single import PolicyTrainer
 from wingbeat.weights.host import run_weights_dir
 from wingbeat.weights.publish import NoRoom, WeightPublisher
@@ -72,6 +72,8 @@ class Hosted:
     """The lineage before it, where it has only begun."""
     failure: str = ""
     """Why the last step failed, if it did: the weights may be half a step further than they are called."""
+    damaged: tuple[str, ...] = ()
+    """Checkpoints that could not be used, each with the reason."""
     last_done: StepDone | None = None
     """Said again after a reconnection: control may not have lived to hear it."""
 
@@ -148,6 +150,7 @@ class TrainerWorker:
                 step=hosted.trainer.step,
                 manifest=hosted.manifest,
                 base_lineage=hosted.base_lineage,
+                damaged=hosted.damaged,
             )
         )
 
@@ -159,12 +162,18 @@ class TrainerWorker:
         checkpoints = CheckpointStore(
             Path(welcome.run_dir) / "checkpoints" / spec.name, keep=config.trainer.keep_checkpoints
         )
-        lineage = checkpoints.load_latest(trainer).lineage
+        report = checkpoints.load_latest(trainer)
+        lineage = report.lineage
         version_bytes = sum(tensor.nbytes for tensor in trainer.published_tensors().values())
         folder = run_weights_dir(welcome.run_dir, min_free_bytes=VERSIONS_HELD * version_bytes)
         publisher = WeightPublisher(folder, host_id=self._host_id, policy=spec.name)
         manifest = _publish(spec, trainer, publisher, lineage=lineage)
-        return Hosted(spec, trainer, checkpoints, publisher, manifest, lineage=lineage, base_lineage=lineage)
+        return Hosted(
+            *(spec, trainer, checkpoints, publisher, manifest),
+            lineage=lineage,
+            base_lineage=lineage,
+            damaged=damaged_in(report),
+        )
 
     def _on_train_step(self, message: TrainStep) -> None:
         hosted = self._require()
@@ -237,7 +246,7 @@ class TrainerWorker:
         report = hosted.checkpoints.load_latest(hosted.trainer)
         if report.step is None:
             hosted.trainer = build_trainer(self._welcome)
-        hosted.lineage, hosted.failure = report.lineage, ""
+        hosted.lineage, hosted.failure, hosted.damaged = report.lineage, "", damaged_in(report)
         hosted.manifest = self._publish_when_there_is_room(hosted)
 
     def _on_save(self, message: SaveCheckpoint) -> None:
@@ -247,6 +256,7 @@ class TrainerWorker:
             if hosted.failure:
                 raise UnavailableError("the last step failed: there is nothing whole to save")
             path = hosted.checkpoints.save(hosted.trainer, lineage=hosted.lineage)
+            hosted.damaged = ()  # they went with it
             self._send(
                 CheckpointSaved(policy=message.policy, step=hosted.trainer.step, path=str(path), lineage=hosted.lineage)
             )
@@ -295,6 +305,11 @@ class TrainerWorker:
             self._send(
                 Failed(policy=self._require().spec.name, command=command, error=f"{type(error).__name__}: {error}")
             )
+
+
+def damaged_in(report: LoadReport) -> tuple[str, ...]:
+    """What a load skipped, for people."""
+    return tuple(f"{skipped.path}: {skipped.reason}" for skipped in report.skipped)
 
 
 def build_trainer(welcome: Welcome) -> PolicyTrainer:

@@ -21,7 +21,7 @@ from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 from wingbeat.tracking import ChatTemplate, EpisodeGraph
 from wingbeat.tracking.serialize import dump_graph, dump_turn
 
@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ledger.record_group(spec("g", Split.TRAIN), episode_ids=ids)
         ledger.record_group(spec("e", Split.EVAL), episode_ids=[scored.episode_id])
         for episode_id in ids:
-            ledger.record_begin(episode_id, 1, group_id="g", label="mine").result()
+            ledger.record_begin(BeginRecord(episode_id, 1, group_id="g", label="mine")).result()
         for turn in lost.turns[:3]:
             ledger.capture_turn(lost.episode_id, 1, dump_turn(lost, turn))
         ledger.record_end(lost.episode_id, 1, state=AttemptState.LOST, outcome=Outcome.CLIENT, message="no heartbeat")

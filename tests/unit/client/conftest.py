@@ -53,6 +53,9 @@ class FakeServer:
     tasks: dict[str, Json] = field(default_factory=dict)
     asked: list[Json] = field(default_factory=list)
     """Bodies of lease calls."""
+    released: list[Json] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of every call, their names in lower case."""
     ratios: dict[str, float] = field(default_factory=dict)
     max_running: int = 0
     stopped: bool = False
@@ -120,6 +123,7 @@ class FakeServer:
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware])
         app.router.add_post("/api/tasks/lease", self._lease)
+        app.router.add_post("/api/tasks/release", self._release)
         app.router.add_put("/api/tasks/{source}", self._put_tasks)
         app.router.add_delete("/api/tasks/{source}", self._remove_tasks)
         app.router.add_get("/api/mixing", self._mixing)
@@ -142,6 +146,7 @@ class FakeServer:
         assert resource is not None
         route = f"{request.method} {resource.canonical}".replace("{verb}", verb or "")
         self.calls[route] += 1
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         waiting = self.faults.get(route)
         fault = waiting.popleft() if waiting else None
         if isinstance(fault, web.Response):
@@ -164,6 +169,11 @@ class FakeServer:
         if self.admin_key is not None and token not in allowed:
             return error(401, "invalid_api_key", "expected a key")
         return await handler(request)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.released.append(body)
+        return web.json_response({"released": len(body["lease_ids"])})
 
     async def _lease(self, request: web.Request) -> web.Response:
         body = await request.json()

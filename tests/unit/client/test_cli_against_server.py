@@ -40,6 +40,7 @@ def test_rollout_runs_and_counts(server: Any, tmp_path: Path) -> None:
         "failed": 0,
         "refused": 0,
         "cancelled": 0,
+        "timed_out": 0,
         "mean_reward": 0.5,
     }
 

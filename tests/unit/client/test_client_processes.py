@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts
-from wingbeat.core.errors import SetupError
+from wingbeat.client import RolloutPlan, RunnerOptions, fleet, run_rollouts
+from wingbeat.core.errors import SetupError, WingbeatError
 
 AGENT = """
 import asyncio, os
@@ -136,9 +136,14 @@ def test_children_leave_when_their_parent_is_killed(server: Any, agent_file: Pat
 
 
 @pytest.mark.slow
-def test_a_crashed_child_is_told(server: Any, agent_file: Path) -> None:
-    server.add_leases(2)
-    process = start(agent_file, server, processes=2, mode="die")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "exit codes" in err
+def test_a_child_that_crashes_is_started_again_until_it_crashes_too_often(
+    server: Any, agent_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "BACKOFF_S", [0.0])
+    monkeypatch.setattr(fleet, "MAX_DEATHS", 3)
+    monkeypatch.setenv("MODE", "die")
+    server.add_leases(20)
+    plan = RolloutPlan(str(agent_file), server.url, concurrency=1, options=RunnerOptions(episode_timeout_s=100))
+    with pytest.raises(WingbeatError, match=r"crashed 3 times .* exit code 7"):
+        run_rollouts(plan)
+    assert len(server.records) == 3, "each process began one episode"

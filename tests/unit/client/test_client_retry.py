@@ -16,7 +16,7 @@ def test_delays_grow_to_the_cap_and_are_jittered(attempt: int, seed: int) -> Non
     delay = policy.delay_s(attempt, elapsed_s=1e9, retry_after_s=None, rng=random.Random(seed))
     ceiling = min(5.0, 0.1 * 2 ** min(attempt, 16))
     assert delay is not None
-    assert 0.5 * ceiling <= delay <= ceiling
+    assert 0 <= delay <= ceiling
 
 
 @given(asked=st.floats(0, 1000), seed=st.integers())

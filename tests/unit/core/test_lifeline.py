@@ -14,7 +14,7 @@ from wingbeat.core.lifeline import LIFELINE_VARIABLE, ORPHANED_EXIT
 ROOT = Path(__file__).parents[3]
 CHILD = """
 import os, signal, sys, threading
-from wingbeat.core.lifeline import end_with_supervisor
+from wingbeat.core.lifeline import end_with_supervisor, is_orphaned
 stop = threading.Event()
 if sys.argv[1] == "polite":
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -24,7 +24,7 @@ end_with_supervisor(grace_s=float(sys.argv[2]))
 print("up", "WINGBEAT_LIFELINE" in os.environ, flush=True)
 while not stop.wait(0.05):
     pass
-sys.exit(7)
+sys.exit(7 if is_orphaned() else 8)
 """
 
 
@@ -59,4 +59,4 @@ def test_without_a_supervisor_standard_input_is_not_read() -> None:
         process.stdout.readline()
         process.stdin.close()
         process.terminate()
-        assert process.wait(10) == 7
+        assert process.wait(10) == 8

@@ -21,10 +21,11 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.evaluation import EvaluationResult, EvaluationSpec
 from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_migrations import migrate, schema_version
 from wingbeat.dataflow.ledger_reader import open_read_only
-from wingbeat.dataflow.ledger_schema import SCHEMA_VERSION, AttemptState, SampleState, migrate, schema_version
+from wingbeat.dataflow.ledger_schema import SCHEMA_VERSION, AttemptState, SampleState
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import Dropped, Shaping
+from wingbeat.dataflow.records import BeginRecord, Dropped, Shaping
 
 IDS = ("g-0", "g-1")
 
@@ -52,7 +53,7 @@ def finished(ledger, make):
 
 
 def test_finish_survives_and_reads_back_equal(ledger, open_ledger, make):
-    ledger.record_begin("g-0", 1, group_id="g", label="run-a").result()
+    ledger.record_begin(BeginRecord("g-0", 1, group_id="g", label="run-a")).result()
     record = replace(
         make.record(), metrics={"turns": 2.0}, message="ok", label="run-a", num_turns=2, graph=b"graph" * 9
     )
@@ -83,16 +84,16 @@ def test_refused_job_does_not_disturb_its_neighbours(ledger, make):
 
 
 def test_finish_after_close_or_for_a_superseded_attempt_is_refused(ledger, make):
-    ledger.record_begin("g-0", 1, group_id="g")
+    ledger.record_begin(BeginRecord("g-0", 1, group_id="g"))
     ledger.record_end("g-0", 1, state=AttemptState.LOST, outcome=Outcome.CLIENT)
-    ledger.record_begin("g-0", 2, group_id="g").result()
+    ledger.record_begin(BeginRecord("g-0", 2, group_id="g")).result()
     with pytest.raises(ConflictError, match="attempt 2 is running"):
         ledger.record_finish(make.record()).result()
     assert ledger.record_finish(make.record(attempt=2)).result()
     with pytest.raises(ConflictError, match="attempt 2 is finished"):
         ledger.record_finish(make.record(attempt=3)).result()
     with pytest.raises(ConflictError, match="cannot begin"):
-        ledger.record_begin("g-0", 2, group_id="g").result()
+        ledger.record_begin(BeginRecord("g-0", 2, group_id="g")).result()
     assert ledger.close_group("g").result() and not ledger.close_group("g").result()
     with pytest.raises(EpisodeClosed, match="has closed"):
         ledger.record_finish(make.record("g-1")).result()
@@ -100,14 +101,14 @@ def test_finish_after_close_or_for_a_superseded_attempt_is_refused(ledger, make)
 
 def test_lost_attempts_may_finish_late_and_aborted_ones_may_not(ledger, make):
     for episode_id, state in zip(IDS, (AttemptState.LOST, AttemptState.ABORTED), strict=True):
-        ledger.record_begin(episode_id, 1, group_id="g")
+        ledger.record_begin(BeginRecord(episode_id, 1, group_id="g"))
         ledger.record_end(episode_id, 1, state=state, outcome=Outcome.CLIENT, message="gone").result()
     assert ledger.record_finish(make.record("g-0")).result()
     with pytest.raises(EpisodeClosed, match="aborted"):
         ledger.record_finish(make.record("g-1")).result()
     with pytest.raises(NotFoundError):
         ledger.record_end("g-1", 2, state=AttemptState.LOST, outcome=Outcome.CLIENT).result()
-    with pytest.raises(ValueError, match="lost or aborted"):
+    with pytest.raises(ValueError, match="expected lost, aborted"):
         ledger.record_end("g-1", 1, state=AttemptState.FINISHED, outcome=Outcome.CLIENT)
     with pytest.raises(ValueError, match="record_finish"):
         ledger.record_end("g-1", 1, state=AttemptState.LOST, outcome=Outcome.AGENT)
@@ -232,11 +233,15 @@ def test_unconsumed_refills_a_buffer_with_closed_groups_only(ledger, finished, m
 
 def test_open_groups_restore_into_a_book(ledger, open_ledger, open_book, make):
     ledger.record_finish(make.record("g-0"))
-    ledger.record_begin("g-1", 1, group_id="g")
+    ledger.record_begin(BeginRecord("g-1", 1, group_id="g"))
     ledger.record_end("g-1", 1, state=AttemptState.LOST, outcome=Outcome.CLIENT)
-    ledger.record_begin("g-1", 2, group_id="g").result()
+    ledger.record_begin(BeginRecord("g-1", 2, group_id="g")).result()
     ledger.close()
     again = open_ledger()
+    (opened,) = again.open_groups()
+    assert [(slot.running, slot.num_failures) for slot in opened.slots] == [(None, 0), (2, 1)]
+    assert again.interrupt_running(keep=[("g-1", 2)]).result() == 0
+    assert again.interrupt_running().result() == 1  # nobody took it up
     assert [v.state for v in again.episode("g-1")] == [AttemptState.LOST, AttemptState.INTERRUPTED]
     with pytest.raises(EpisodeClosed, match="interrupted"):
         again.record_finish(make.record("g-1", 2)).result()
@@ -246,7 +251,7 @@ def test_open_groups_restore_into_a_book(ledger, open_ledger, open_book, make):
     ticket = book.take("g")
     assert (ticket.episode_id, ticket.attempt) == ("g-1", 3)
     book.begin("g-1", 3)
-    again.record_begin("g-1", 3, group_id="g")
+    again.record_begin(BeginRecord("g-1", 3, group_id="g"))
     again.record_finish(make.record("g-1", 3)).result()
     book.finish("g-1", 3, make.record("g-1", 3))
     (closed,) = book.closed()
@@ -312,7 +317,8 @@ def test_newer_schema_is_refused_with_a_hint(ledger, tmp_path, make):
     ledger.close()
     path = tmp_path / "ledger.sqlite"
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION + 1),))
+        newer = "UPDATE meta SET value = ?, checksum = NULL WHERE key = 'schema_version'"
+        db.execute(newer, (str(SCHEMA_VERSION + 1),))
     db.close()
     for attempt in (lambda: open_read_only(path), lambda: Ledger.open(path, run=make.run)):
         with pytest.raises(SetupError, match="upgrade Wingbeat"):
@@ -330,8 +336,8 @@ def test_files_that_are_no_ledgers_are_refused(tmp_path, make):
     with sqlite3.connect(other) as db:
         db.execute("CREATE TABLE songs (title TEXT)")
     db.close()
-    for path in (text, other):
-        with pytest.raises(SetupError, match="expected a Wingbeat ledger"):
+    for path, said in ((text, "SQLite cannot open it"), (other, "expected a Wingbeat ledger")):
+        with pytest.raises(SetupError, match=said):
             Ledger.open(path, run=make.run)
         with pytest.raises(SetupError, match="expected a Wingbeat ledger"):
             open_read_only(path)
@@ -356,9 +362,9 @@ def test_migrations_run_in_order_and_all_or_nothing():
 
 def test_attempts_come_in_order_of_their_beginning_by_split(ledger, finished, make):
     ledger.record_group(make.spec("e", split=Split.EVAL), episode_ids=("a-first-by-name",))
-    ledger.record_begin("a-first-by-name", 1, group_id="e")
+    ledger.record_begin(BeginRecord("a-first-by-name", 1, group_id="e"))
     ledger.record_end("a-first-by-name", 1, state=AttemptState.LOST, outcome=Outcome.TIMEOUT, message="late")
-    ledger.record_begin("a-first-by-name", 2, group_id="e").result()
+    ledger.record_begin(BeginRecord("a-first-by-name", 2, group_id="e")).result()
     found = [(view.episode_id, view.attempt, view.state, view.outcome, view.message) for view in ledger.attempts()]
     assert found == [
         ("g-0", 1, AttemptState.FINISHED, Outcome.AGENT, ""),
@@ -386,7 +392,7 @@ def test_batches_and_checkpoints_are_listed_over_all_policies(ledger, finished):
 def test_sizes_add_up(ledger, make):
     empty = ledger.sizes()
     assert (empty.num_finished, empty.samples, empty.graphs, empty.batches, empty.captures) == (0, 0, 0, 0, 0)
-    ledger.record_begin("g-1", 1, group_id="g").result()
+    ledger.record_begin(BeginRecord("g-1", 1, group_id="g")).result()
     ledger.capture_turn("g-1", 1, b"x" * 1000)
     ledger.record_finish(replace(make.record("g-0"), graph=b"graph" * 9)).result()
     sizes = ledger.sizes()

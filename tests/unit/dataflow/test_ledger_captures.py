@@ -14,6 +14,7 @@ from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.dataflow.records import BeginRecord
 
 WRITER = """
 import os, sys
@@ -41,7 +42,7 @@ def ledger(open_ledger, make) -> Ledger:
     """A ledger whose episode ``g-0`` runs."""
     ledger = open_ledger()
     ledger.record_group(make.spec(), episode_ids=("g-0", "g-1"))
-    ledger.record_begin("g-0", 1, group_id="g").result()
+    ledger.record_begin(BeginRecord("g-0", 1, group_id="g")).result()
     return ledger
 
 
@@ -100,7 +101,7 @@ def test_running_attempts_show_their_turns_to_readers(ledger, tmp_path):
 
 
 def test_finish_and_abort_let_turns_go_and_loss_keeps_them(ledger, make):
-    ledger.record_begin("g-1", 1, group_id="g")
+    ledger.record_begin(BeginRecord("g-1", 1, group_id="g"))
     for episode_id in ("g-0", "g-1"):
         ledger.capture_turn(episode_id, 1, b"turn")
     ledger.record_end("g-0", 1, state=AttemptState.LOST, outcome=Outcome.CLIENT).result()
@@ -121,6 +122,7 @@ def test_interrupted_attempts_keep_their_turns(ledger, open_ledger):
     ledger.capture_turn("g-0", 1, b"turn")
     ledger.close()
     again = open_ledger()
+    again.interrupt_running().result()
     assert [view.state for view in again.episode("g-0")] == [AttemptState.INTERRUPTED]
     assert again.captured_turns("g-0", 1) == (b"turn",)
 
@@ -134,9 +136,22 @@ def test_what_a_kill_left_of_an_ended_attempt_is_swept(ledger, open_ledger, make
     assert list((tmp_path / "turns").iterdir()) == []
 
 
+def test_only_the_newest_turns_of_attempts_that_can_never_finish_are_kept(ledger, make, tmp_path):
+    ledger.record_group(make.spec("h"), episode_ids=["h-0", "h-1"])
+    for n, episode_id in enumerate(("h-0", "h-1", "g-0")):  # (g-0 runs)
+        if episode_id != "g-0":
+            ledger.record_begin(BeginRecord(episode_id, 1, group_id="h")).result()
+        ledger.capture_turn(episode_id, 1, b"turn" * 50)
+        path = max((tmp_path / "turns").iterdir(), key=lambda path: path.stat().st_ctime_ns)
+        os.utime(path, (n, n))
+    ledger.close_group("h").result()
+    ledger.sweep_captures(keep_bytes=300)
+    assert [bool(ledger.captured_turns(name, 1)) for name in ("h-0", "h-1", "g-0")] == [False, True, True]
+
+
 def test_attempt_begins_with_nothing_captured(ledger):
     ledger.capture_turn("g-1", 1, b"of a begin that a kill kept from the ledger")
-    ledger.record_begin("g-1", 1, group_id="g").result()
+    ledger.record_begin(BeginRecord("g-1", 1, group_id="g")).result()
     assert ledger.captured_turns("g-1", 1) == ()
 
 

@@ -26,7 +26,7 @@ from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 
 ledger = Ledger.open(Path(sys.argv[1]), run=RunMeta("crash", seed=0))
 dealer = TaskDealer(0)
@@ -51,7 +51,7 @@ for step in range(1, 10_000):
             sampling_logprobs=-values.astype(np.float32), versions=np.full(200, step - 1, np.int32),
         )
         members.append(EpisodeSamples(episode_id, 1, spec.id, "solver", "", float(i), (sample,)))
-        ledger.record_begin(episode_id, 1, group_id=spec.id)
+        ledger.record_begin(BeginRecord(episode_id, 1, group_id=spec.id))
         record = EpisodeRecord(
             episode_id, 1, spec.id, Outcome.AGENT, f"digest-{episode_id}", rewards={"solver": float(i)},
             samples=(members[-1],),

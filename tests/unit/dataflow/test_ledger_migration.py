@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from wingbeat.core.errors import SetupError
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_reader import open_read_only
-from wingbeat.dataflow.ledger_schema import SampleState
+from wingbeat.dataflow.ledger_schema import AttemptState, SampleState
 
 TABLES_1 = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -108,6 +109,10 @@ def pack(value: object) -> bytes:
     return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
 
 
+def digest_of(value: object) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(value)).hexdigest()
+
+
 @pytest.fixture
 def old(tmp_path: Path, make) -> Path:
     """One closed group of three members: trained at step 1, batched for step 2, finished."""
@@ -125,8 +130,8 @@ def old(tmp_path: Path, make) -> Path:
     for step, state in ((1, "trained"), (2, "logged")):
         batch = TrainingBatch(f"solver-{step}", "solver", step, (episodes[step - 1],), seed=step)
         db.execute(
-            """INSERT INTO batches VALUES (?, 'solver', ?, '["g"]', ?, ?, NULL, '{"g-0:1:":0.5}', 0.0, NULL, 'd', ?)""",
-            (batch.batch_id, step, step, state, pack(batch)),
+            """INSERT INTO batches VALUES (?, 'solver', ?, '["g"]', ?, ?, NULL, '{"g-0:1:":0.5}', 0.0, NULL, ?, ?)""",
+            (batch.batch_id, step, step, state, digest_of(batch), pack(batch)),
         )
     for i, (state, batch_id) in enumerate((("trained", "solver-1"), ("batched", "solver-2"), ("finished", None))):
         db.execute(
@@ -135,6 +140,10 @@ def old(tmp_path: Path, make) -> Path:
             (f"g-{i}", pack((episodes[i],))),
         )
         db.execute("INSERT INTO samples VALUES (?, 1, 'solver', ?, NULL, ?, 2)", (f"g-{i}", state, batch_id))
+    db.execute(
+        """INSERT INTO episodes (episode_id, attempt, group_id, label, state, created_s)
+        VALUES ('g-2', 2, 'g', '', 'running', 0.0)"""
+    )
     db.execute("INSERT INTO checkpoints VALUES ('solver', 1, '/c/1', 0.0)")
     db.commit()
     db.close()
@@ -150,6 +159,7 @@ def test_an_old_ledger_is_lifted_when_its_run_goes_on(old: Path, open_ledger, ma
     assert [m.episode_id for g in ledger.unconsumed("solver") for m in g.members] == ["g-2"]
     assert ledger.summary().trained_step == {"solver": 1}
     assert [(c.step, c.path, c.lineage) for c in ledger.checkpoints()] == [(1, "/c/1", 0)]
+    assert ledger.attempts_begun("g-2")[1].state is AttemptState.INTERRUPTED, "nobody knows how it began"
     states = [ledger.episode(f"g-{i}")[0].samples[0].state for i in range(3)]
     assert states == [SampleState.TRAINED, SampleState.BATCHED, SampleState.FINISHED]
     assert ledger.mark_trained("solver", step=2, metrics={}, advantages={}).result() is True

@@ -16,7 +16,7 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_schema import AttemptState
-from wingbeat.dataflow.records import Dropped
+from wingbeat.dataflow.records import BeginRecord, Dropped
 
 OPERATIONS = st.tuples(
     st.sampled_from(
@@ -33,7 +33,7 @@ def perform(make, ledger: Ledger, operation: str, *, group: int, member: int, nu
     group_id, episode_id = f"g{group}", f"g{group}-{member}"
     match operation:
         case "begin":
-            return ledger.record_begin(episode_id, number, group_id=group_id)
+            return ledger.record_begin(BeginRecord(episode_id, number, group_id=group_id))
         case "lose":
             return ledger.record_end(episode_id, number, state=AttemptState.LOST, outcome=Outcome.CLIENT)
         case "finish" | "fail":

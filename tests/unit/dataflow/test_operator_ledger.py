@@ -12,7 +12,7 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.dataflow.buffer import BatchDraft, PolicyBuffer
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.operators import OperatorChain, build_chain
-from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord
+from wingbeat.dataflow.records import BeginRecord, ClosedGroup, EpisodeRecord
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,7 @@ def play_group(ledger: Ledger, chain: OperatorChain, group_id: str, *, version: 
     ledger.record_group(spec, episode_ids=[f"{group_id}-0", f"{group_id}-1"])
     for index in range(2):
         record = make.record(f"{group_id}-{index}", group_id=group_id, reward=float(index), versions=(version, version))
-        ledger.record_begin(record.episode_id, 1, group_id=group_id)
+        ledger.record_begin(BeginRecord(record.episode_id, 1, group_id=group_id))
         ledger.record_finish(record)
         records.append(record)
     ready = ClosedGroup(spec, finished=tuple(records), given_up=(), cut_off=()).ready("solver")
@@ -106,6 +106,7 @@ def test_replayed_members_are_logged_and_stay_trained(open_ledger: Callable[[], 
 def test_restarts_change_nothing(open_ledger: Callable[[], Ledger], make: Any, tmp_path: Any) -> None:
     interrupted = run(open_ledger, make, restarts=True)
     (tmp_path / "ledger.sqlite").unlink()
+    (tmp_path / "ledger.sqlite.lock").unlink()
     for more in ("-wal", "-shm"):
         (tmp_path / f"ledger.sqlite{more}").unlink(missing_ok=True)
     assert run(open_ledger, make, restarts=False) == interrupted

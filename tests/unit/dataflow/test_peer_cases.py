@@ -12,7 +12,7 @@ from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotState
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 
 
 def train(source: str, count: int) -> list[Task]:
@@ -98,7 +98,7 @@ def test_what_was_generated_and_not_trained_is_restored_openrlhf_1322(tmp_path: 
         for _ in range(2 if group_id == "whole" else 1):
             ticket = book.take(group_id)
             book.begin(ticket.episode_id, 1)
-            ledger.record_begin(ticket.episode_id, 1, group_id=group_id)
+            ledger.record_begin(BeginRecord(ticket.episode_id, 1, group_id=group_id))
             samples = make.samples(ticket.episode_id, group_id=group_id)
             record = EpisodeRecord(
                 ticket.episode_id, 1, group_id, Outcome.AGENT, "digest", {"solver": 1.0}, samples=(samples,)

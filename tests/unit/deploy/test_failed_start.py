@@ -98,7 +98,7 @@ async def test_settings_are_kept_once_every_trainer_took_them(tmp_path: Path, mo
             return SimpleNamespace(policies=[SimpleNamespace(trainer="frozen"), SimpleNamespace(trainer=trainer)])
 
     async def start_control(supervisor: Supervisor, models: object) -> None:
-        supervisor.url = "http://here"
+        supervisor.url = supervisor.local_url = "http://here"
 
     monkeypatch.setattr("wingbeat.deploy.local.AsyncSwarm", Server)
     monkeypatch.setattr("wingbeat.deploy.local.ACCEPT_POLL_S", 0.0)

@@ -49,3 +49,9 @@ def test_training_needs_a_policy_that_trains() -> None:
     check_trains(config())
     with pytest.raises(ConfigError, match=r"no policy trains: .* use `wingbeat serve`"):
         check_trains(config(policy={"trainable": False}))
+
+
+def test_training_needs_steps_or_an_evaluation() -> None:
+    check_trains(config(run={"steps": 0}, eval={"at_start": True}))
+    with pytest.raises(ConfigError, match=r"nothing to do: run\.steps is 0"):
+        check_trains(config(run={"steps": 0}, eval={"at_start": False}))

@@ -136,21 +136,22 @@ def test_local_paths_become_absolute(folder: Path) -> None:
 def test_every_agent_runs_as_its_own_processes(folder: Path) -> None:
     several = {
         "sums": {"path": "agent.py", "processes": 2, "concurrency": 4, "sources": ["a", "b"], "python": sys.executable},
-        "echo": {"path": "agent.py"},
+        "echo": {"path": "agent.py", "label": "loud", "watch": True, "processes": 3},
     }
     made = absolute_paths(config(agents=several), folder)
     check_agents(made, folder)
-    specs = {spec.name: list(spec.command) for spec in agent_specs(made, url="http://here", run_dir=folder)}
+    specs = {spec.name: list(spec.command) for spec in agent_specs(made, url="http://here", key="k", run_dir=folder)}
     assert list(specs) == ["agent-sums-0", "agent-sums-1", "agent-echo-0"]
     command = specs["agent-sums-1"]
     assert command[:5] == [sys.executable, "-m", "wingbeat.cli", "rollout", str(folder / "agent.py")]
     assert command[5:11] == ["--server", "http://here", "--source", "a", "--source", "b"]
-    assert command[11:] == ["--concurrency", "4", "--grace-s", "3"]
-    assert "--source" not in specs["agent-echo-0"]
+    assert command[11:] == ["--concurrency", "4", "--grace-s", "3", "--label", "sums"]
+    watched = specs["agent-echo-0"]
+    assert "--source" not in watched and watched[-5:] == ["--label", "loud", "--watch", "--processes", "3"]
     single = absolute_paths(config(agent={"path": "agent.py:solve"}), folder)
     check_agents(single, folder)
-    assert [spec.name for spec in agent_specs(single, url="http://here", run_dir=folder)] == ["agent-0"]
-    assert agent_specs(config(), url="http://here", run_dir=folder) == []
+    assert [spec.name for spec in agent_specs(single, url="http://here", key="k", run_dir=folder)] == ["agent-0"]
+    assert agent_specs(config(), url="http://here", key="k", run_dir=folder) == []
 
 
 def test_what_an_agent_lacks_is_told_before_anything_starts(folder: Path) -> None:

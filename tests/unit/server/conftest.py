@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -38,20 +39,33 @@ from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.operators import build_chain
-from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
+from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 from wingbeat.dataflow.step_rule import StepRule
-from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.collect_setup import make_collecting
+from wingbeat.server.conversations import CollectedEpisode
+from wingbeat.server.endings import Endings
+from wingbeat.server.engines import EnginePool
 from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
 from wingbeat.server.evaluations import EvaluationParts, Evaluations
 from wingbeat.server.finishing import Finishing, FinishingParts
+from wingbeat.server.flights import EngineLink
 from wingbeat.server.gateway import Gateway
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.keys import KeyRing
+from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies import HostContext, PolicyHost
+from wingbeat.server.recovery import dump_noted_turn
+from wingbeat.server.restore import restore_run
 from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.server.teams import TeamParts, Teams
+from wingbeat.server.transactions import TransactionState
+from wingbeat.server.variants import VariantParts, Variants
 from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK
 from wingbeat.tracking.template import ChatTemplate
+from wingbeat.tracking.turns import Turn
+
+sys.path.insert(0, str(Path(__file__).parent))  # `episode_reference`: test folders are no packages
 
 CHATML = (
     "{% for tool in tools or () %}{{ tool.function.name }}{% endfor %}"
@@ -189,13 +203,34 @@ class Desk:
     log: list[dict[str, Any]] = field(default_factory=list)
     captured: list[str] = field(default_factory=list)
     """The turns that were made durable, in order."""
+    asked: list[tuple[str, bool]] = field(default_factory=list)
+    """Which servers were asked for a decision, and whether to presume an abort."""
+    decider_says: TransactionState | None = None
     complete: bool = False
     stopping: bool = False
+    folder: Path = Path("/nonexistent")
+    """Where weights of agent versions are kept."""
 
     def __post_init__(self) -> None:
         self.events.subscribe(self.log.append)
         shared = (self.policies, self.dealer, self.ledger, self.events, self.changed, self.writes.append)
         self.evaluations = Evaluations(EvaluationParts(*shared))
+        self.endings = Endings(self.metrics)
+        self.limits = Limits(self.config.limits, metrics=self.metrics, clock=self.clock)
+        self.registry.on_add = self.limits.began
+        self.variants = Variants(
+            VariantParts(
+                config=self.config,
+                run_dir=self.folder,
+                book=self.book,
+                evaluations=self.evaluations,
+                events=self.events,
+                changed=self.changed,
+                meter=self.metrics.agents,
+                open_episodes=self.registry.open_episodes,
+                clock=self.clock,
+            )
+        )
         self.rollouts = Rollouts(
             RolloutParts(
                 config=self.config,
@@ -213,6 +248,9 @@ class Desk:
                 is_stopping=lambda: self.stopping,
                 blockers=lambda: ["a blocker"],
                 clock=self.clock,
+                limits=self.limits,
+                variants=self.variants,
+                endings=self.endings,
             )
         )
         self.finishing = Finishing(
@@ -229,11 +267,50 @@ class Desk:
                 watch=self.writes.append,
                 on_closed=self.rollouts.forget_groups,
                 on_settled=self.rollouts.issuer.settled,
+                variants=self.variants,
+                endings=self.endings,
             )
         )
-        self.gateway = Gateway(
-            self.policies, self.engines, self.metrics, capture=lambda episode, turn: self.captured.append(turn.turn_id)
+        self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self.capture)
+        self.teams = Teams(
+            TeamParts(
+                policies=self.policies,
+                finishing=self.finishing,
+                book=self.book,
+                ledger=self.ledger,
+                registry=self.registry,
+                events=self.events,
+                metrics=self.metrics,
+                watch=self.writes.append,
+                peers=frozenset(self.config.server.peers),
+                timeout_s=self.config.server.transaction_timeout_s,
+                ask=self.ask_decider,
+                clock=self.clock,
+            )
         )
+
+        self.collecting = make_collecting(self, KeyRing.of(None, "worker-key"), wall=self.clock)  # pyright: ignore[reportArgumentType]
+
+    async def ask_decider(self, decider: str, transaction_id: str, presume: bool) -> TransactionState | None:
+        """Another server, as the test says."""
+        self.asked.append((decider, presume))
+        return self.decider_says
+
+    def capture(self, episode: OpenEpisode, turn: Turn) -> None:
+        """As control does it."""
+        self.captured.append(turn.turn_id)
+        if isinstance(episode, CollectedEpisode):
+            self.collecting.store.capture(episode, turn)
+            return
+        lineage = self.policies[turn.policy].ancestry.current
+        self.ledger.capture_turn(episode.episode_id, episode.attempt, dump_noted_turn(episode, turn, lineage=lineage))
+
+    def watch(self, write: Future[Any]) -> None:
+        self.writes.append(write)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder
 
     @property
     def solver(self) -> PolicyHost:
@@ -259,6 +336,8 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
         policies: dict[str, dict[str, Any]] | None = None,
         steps: int = 10,
         server: dict[str, Any] | None = None,
+        limits: dict[str, Any] | None = None,
+        collect: dict[str, Any] | None = None,
         **dataflow: Any,
     ) -> Desk:
         settings = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1, "straggler_wait_s": 5.0, **dataflow}
@@ -273,6 +352,8 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
                 "policies": models,
                 "dataflow": settings,
                 "server": {"begin_wait_s": 0, "heartbeat_s": 1, "idle_timeout_s": 100, **(server or {})},
+                "limits": limits or {},
+                "collect": collect or {},
             }
         )
         desk = _desk(config, tmp_path / f"desk-{len(desks)}", template, clock)
@@ -285,13 +366,48 @@ def open_desk(tmp_path: Path, template: ChatTemplate, clock: ManualClock) -> Ite
         desk.events.close()
 
 
+@pytest.fixture
+def make_desk(template: ChatTemplate) -> Callable[[Config, Path, ManualClock | None], Desk]:
+    """Of a folder, also of one with a ledger; its test closes it."""
+    metrics = ControlMetrics()  # takes as long to make as all the rest
+    return lambda config, folder, clock: _desk(config, folder, template, clock or ManualClock(), metrics)
+
+
+@pytest.fixture
+def restore() -> Callable[[Desk], None]:
+    """What control does when it starts."""
+    return lambda desk: restore_run(desk)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def restart_desk(template: ChatTemplate) -> Iterator[Callable[[Desk], Desk]]:
+    """What a new process makes of the ledger that the one before left, however it ended."""
+    desks: list[Desk] = []
+
+    def restart(desk: Desk) -> Desk:
+        desk.ledger.close()
+        desk.events.close()
+        successor = _desk(desk.config, desk.folder, template, desk.clock)
+        restore_run(successor)  # pyright: ignore[reportArgumentType]
+        desk.clock.now += 1e-3  # what comes next comes later than the restart
+        desks.append(successor)
+        return successor
+
+    yield restart
+    for desk in desks:
+        desk.ledger.close()
+        desk.events.close()
+
+
 def _context_tokens(policy: PolicyConfig) -> int:
     """Few, where the test does not say how many."""
     return policy.context_tokens if "context_tokens" in policy.model_fields_set else 64
 
 
-def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClock) -> Desk:
-    folder.mkdir()
+def _desk(
+    config: Config, folder: Path, template: ChatTemplate, clock: ManualClock, metrics: ControlMetrics | None = None
+) -> Desk:
+    folder.mkdir(exist_ok=True)
     ledger = Ledger.open(folder / "ledger.sqlite", run=RunMeta("run", seed=0))
     dataflow = config.dataflow
     book = GroupBook(
@@ -299,12 +415,13 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
         group_floor=dataflow.group_floor,
         group_deadline_s=dataflow.group_deadline_s,
         clock=clock,
+        mixes_variants=dataflow.mix_agent_versions,
     )
     changed, overlap = Changed(), OverlapMeter(clock)
     events = EventLog(None, clock=clock)
     engines = EnginePool(wait_s=5.0, on_activity=overlap.generating)
     writes: list[Future[Any]] = []
-    registry = EpisodeRegistry(RoleKeys.of(None, "worker-key"), clock=clock)
+    registry = EpisodeRegistry(KeyRing.of(None, "worker-key"), clock=clock)
 
     def rebase(policy: str, highest: int) -> None:
         book.rebase(policy, highest=highest)
@@ -358,9 +475,10 @@ def _desk(config: Config, folder: Path, template: ChatTemplate, clock: ManualClo
         policies=policies,
         changed=changed,
         overlap=overlap,
-        metrics=ControlMetrics(),
+        metrics=metrics or ControlMetrics(),
         barrier=barrier,
         writes=writes,
+        folder=folder,
     )
 
 
@@ -457,7 +575,7 @@ class Course:
         for episode_id, reward in zip(ids, rewards, strict=True):
             self.desk.book.take(name)
             self.desk.book.begin(episode_id, 1)
-            self.desk.ledger.record_begin(episode_id, 1, group_id=name)
+            self.desk.ledger.record_begin(BeginRecord(episode_id, 1, group_id=name))
             record = self._record(episode_id, name, reward, floor)
             self.desk.book.finish(episode_id, 1, record)
             self.desk.writes.append(self.desk.ledger.record_finish(record))

@@ -15,11 +15,28 @@ from wingbeat.server.metrics import ControlMetrics
 pytestmark = pytest.mark.unit
 
 
-def watch(events: list[dict[str, Any]]) -> HealthWatch:
-    config = Config.model_validate({"policies": {"solver": {"model": "m"}}, "dataflow": {"max_staleness": 1}})
+class Halts:
+    """The part of a ledger that remembers what alarms stopped."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+
+    def record_halt(self, policy: str, *, reason: str, settings: str) -> None:
+        self.known[policy] = reason, settings
+
+    def halt_of(self, policy: str, *, settings: str) -> str:
+        reason, then = self.known.get(policy, ("", ""))
+        return reason if then == settings else ""
+
+
+def watch(events: list[dict[str, Any]], ledger: Any = None, **health: Any) -> HealthWatch:
+    config = Config.model_validate(
+        {"policies": {"solver": {"model": "m"}}, "dataflow": {"max_staleness": 1}, "health": health}
+    )
     log = EventLog(None, clock=lambda: 0.0)
     log.subscribe(events.append)
-    return HealthWatch(config, events=log, metrics=ControlMetrics())
+    ledger = Halts() if ledger is None else ledger
+    return HealthWatch(config, events=log, metrics=ControlMetrics(), ledger=ledger, watch=lambda write: None)
 
 
 def host(version: int, halted: list[str]) -> Any:
@@ -42,3 +59,14 @@ def test_a_batch_that_a_restart_found_logged_may_be_older_than_the_new_bound() -
     assert (events, halted) == ([], [])
     assert resumed.after_step(host(9, halted), {"staleness/max": 2.0}) == {"alarm/staleness": 1.0}
     assert len(halted) == 1
+
+
+def test_what_an_alarm_stopped_stays_stopped_until_its_limits_change() -> None:
+    ledger, halted = Halts(), list[str]()
+    watch([], ledger).after_step(host(1, halted), {"staleness/max": 2.0})
+    after_restart: list[str] = []
+    watch([], ledger).restore(host(1, after_restart))
+    assert after_restart[0].startswith(halted[0]) and "[health]" in after_restart[0]
+    with_other_limits: list[str] = []
+    watch([], ledger, staleness={"action": "warn"}).restore(host(1, with_other_limits))
+    assert with_other_limits == []

@@ -22,7 +22,7 @@ from wingbeat.core.worker_protocol import (
     encode_frame,
 )
 from wingbeat.server.hub import Outbox, WorkerHub
-from wingbeat.server.keys import RoleKeys
+from wingbeat.server.keys import KeyRing
 
 REGISTER = Register(PROTOCOL_VERSION, "engine", "engine-0", "host", 1)
 WELCOME = Welcome("engine-0", 1.0, (), "run", 0)
@@ -83,7 +83,7 @@ class FakeControl:
         self.session = FakeSession()
         self.send: Any = None
         self._refuse = refuse
-        self.hub = WorkerHub(RoleKeys.of(None, "worker-key"), heartbeat_s=0.02, admit=self.admit)
+        self.hub = WorkerHub(KeyRing.of(None, "worker-key"), heartbeat_s=0.02, admit=self.admit)
 
     def admit(self, register: Register, send: Any) -> tuple[Welcome | Refused, FakeSession | None]:
         self.send = send

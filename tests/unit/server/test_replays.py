@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from wingbeat.core.errors import IdempotencyConflict
-from wingbeat.server import replays
 from wingbeat.server.replays import Fingerprint, ReplayBook, SeenCalls
 
 
@@ -135,9 +134,8 @@ def test_a_call_that_ends_after_its_episode_is_not_kept() -> None:
     assert book.num_bytes == 0
 
 
-def test_a_running_call_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "MAX_RUNS_OF_EPISODE", 2)
-    calls = SeenCalls()
+def test_a_running_call_is_never_forgotten() -> None:
+    calls = SeenCalls(max_runs=2)
     runs: list[Any] = [FakeRun(str(number)) for number in range(12)]
     for number, run in enumerate(runs[:6]):
         run.done = False
@@ -150,9 +148,8 @@ def test_a_running_call_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(calls.order) == runs[10:]
 
 
-def test_an_episode_remembers_a_bounded_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "MAX_RUNS_OF_EPISODE", 3)
-    calls = SeenCalls()
+def test_an_episode_remembers_a_bounded_number_of_calls() -> None:
+    calls = SeenCalls(max_runs=3)
     runs: list[Any] = [FakeRun(str(number)) for number in range(6)]
     for number, run in enumerate(runs):
         calls.add(of(b"even" if number % 2 == 0 else b"odd", key=str(number)), run)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.errors import (
     ConflictError,
     EpisodeClosed,
@@ -34,7 +35,6 @@ from wingbeat.core.protocol import (
 )
 from wingbeat.core.types import FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
-from wingbeat.server import rollouts
 from wingbeat.server.episodes import EpisodeState, OpenEpisode
 from wingbeat.server.status import NO_TASKS
 from wingbeat.tracking.messages import Message
@@ -495,7 +495,7 @@ async def test_a_lease_whose_slot_a_late_finish_took_lapses_in_peace(open_desk: 
     with pytest.raises(ConflictError):
         await begin(desk, lease_id=first.lease_id)
     await desk.finishing.finish(other, finish(0.0))
-    desk.clock.now += rollouts.LEASE_S + 1
+    desk.clock.now += ServerConfig().lease_s + 1
     desk.rollouts.reap()
     with pytest.raises(NotFoundError):
         await begin(desk, lease_id=second.lease_id)
@@ -505,7 +505,7 @@ async def test_a_lapsed_lease_gives_its_slot_back_without_using_up_an_attempt(op
     desk = open_desk(group_size=1, max_attempts=1)
     (lease,) = await leases(desk)
     for _ in range(3):
-        desk.clock.now += rollouts.LEASE_S + 1
+        desk.clock.now += ServerConfig().lease_s + 1
         desk.rollouts.reap()
         (again,) = await leases(desk)
         assert again.group == lease.group

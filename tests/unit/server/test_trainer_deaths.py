@@ -29,7 +29,8 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
-from wingbeat.server.engines import EngineLink, EnginePool
+from wingbeat.server.engines import EnginePool
+from wingbeat.server.flights import EngineLink
 from wingbeat.server.policies import TrainerState
 
 STEPS = 14

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -169,6 +172,34 @@ def test_damage_falls_back_to_the_previous_one(damage: str, tmp_path: Path, capl
     assert "step-00000002 is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
+def test_wherever_a_bit_flips_it_is_found_or_harmless(name: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(Counter(1))
+    path = store.save(Counter(2), lineage=1) / name
+    good, rng, found = path.read_bytes(), random.Random(3), 0
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << rng.randrange(8))]) + good[at + 1 :])
+        counter = Counter()
+        report = store.load_latest(counter)
+        found += report.step == 1
+        assert report.step is not None and (report.step, report.lineage) in ((1, 0), (2, 1))
+        assert counter.tensors["value"].tolist() == [report.step, report.step + 0.5]
+    assert found > len(good) / 2
+    for size in (0, 1, len(good) // 2):
+        path.write_bytes(good[:size])
+        assert store.load_latest(Counter()).step == 1
+
+
+def test_what_is_damaged_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(Counter(1))
+    _flip(store.save(Counter(2)) / "state.safetensors")
+    assert store.load_latest(Counter()).step == 1
+    store.save(Counter(3))
+    assert store.steps() == [1, 3], "two that can be used"
+
+
 def test_a_save_killed_half_way_is_invisible_and_swept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     store.save(Counter(1))
@@ -190,7 +221,10 @@ def test_a_save_killed_half_way_is_invisible_and_swept(tmp_path: Path) -> None:
 
 def test_another_release_s_format_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    scalars = store.save(Counter(1)) / "state.json"
-    scalars.write_text(scalars.read_text().replace('"format": 1', '"format": 2'))
+    path = store.save(Counter(1)) / "state.json"
+    scalars = json.loads(path.read_text()) | {"format": 2}
+    del scalars["seal"]
+    seal = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(scalars | {"seal": seal}))
     with pytest.raises(SetupError, match="format 2"):
         store.load_latest(Counter())

@@ -19,7 +19,8 @@ MAX_TURN_TOKENS = 16
 TOOLS = [cast(ChatCompletionToolParam, CALC_TOOL)]
 
 # One pool of connections for all episodes; each episode brings its own address and key.
-CONNECTIONS = AsyncOpenAI(base_url="http://set.by.each.episode", api_key="set by each episode")
+# The retries bridge a restart of the server of a minute.
+CONNECTIONS = AsyncOpenAI(base_url="http://set.by.each.episode", api_key="set by each episode", max_retries=14)
 
 
 @wingbeat.agent

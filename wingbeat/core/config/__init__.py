@@ -1,5 +1,6 @@
 """Configuration: one pydantic schema per subsystem, read from TOML, overridable as ``--a.b=c``."""
 
+from wingbeat.core.config.collect import CollectConfig
 from wingbeat.core.config.dataflow import DataflowConfig, OperatorConfig, SourceConfig, TasksConfig
 from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.load import apply_overrides, dump_toml, load_config, parse_overrides
@@ -11,12 +12,13 @@ from wingbeat.core.config.schema import (
     PolicyConfig,
     RunConfig,
     SamplingConfig,
-    ServerConfig,
 )
+from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.config.trainer import CriticConfig, LoraConfig, TrainerConfig
 
 __all__ = [
     "AgentConfig",
+    "CollectConfig",
     "Config",
     "CriticConfig",
     "DataflowConfig",

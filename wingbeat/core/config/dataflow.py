@@ -60,9 +60,34 @@ class DataflowConfig(Section):
         default=[], description="What is done to every closed group before it may train, in this order."
     )
     group_floor: int | None = Field(
-        default=None, ge=1, description="Members with which a group may close at its deadline; unset: its size."
+        default=None,
+        ge=1,
+        description="Members with which a group may close at its deadline (unset: its size), or when its agent version"
+        " is gone (unset: half of it).",
     )
     group_deadline_s: float = Field(default=600.0, gt=0, description="Age at which a group may close at its floor.")
+    episode_deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="The longest life of an attempt, however alive its client is: then it ends as `timeout` and its slot"
+        " reopens; unset: none. A restart of the server begins it anew.",
+    )
+    ledger_backup_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="Seconds between copies of the ledger (`ledger.backup.sqlite`), each verified, to which `wingbeat"
+        " ledger restore` goes back; 0 makes none.",
+    )
+    mix_agent_versions: bool = Field(
+        default=False,
+        description="Let different versions of an agent (label, code digest) share a group or an evaluation.",
+    )
+    variant_wait_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="How long a version of an agent that asks for no work and runs no episode keeps its groups, while"
+        " another version asks.",
+    )
     max_attempts: int = Field(default=3, ge=1, description="Attempts of an episode before its slot is given up.")
     drop_zero_variance: bool = Field(
         default=True, description="Groups whose rewards are all equal count for the batch but are not trained."

@@ -22,6 +22,8 @@ KINDS: dict[Any, str] = {
     tuple: "a list",
     dict: "a table",
 }
+SECRETS = ("server.admin_key", "server.worker_key")
+"""What comes in these is shown to nobody."""
 BOUNDS = {"gt": "above {:g}", "ge": "of at least {:g}", "lt": "below {:g}", "le": "of at most {:g}"}
 LENGTHS = {str: "characters", list: "entries", dict: "entries"}
 IN_OWN_WORDS = ("value_error", "string_pattern_mismatch")
@@ -45,7 +47,7 @@ def _explain(fault: Mapping[str, Any], path: str, kind: Any, root: type[BaseMode
         return f"unknown key `{path}`; {hint}"
     if fault["type"] == "missing":
         return f"`{path}` is missing"
-    got, words = fault.get("input"), _words(kind)
+    got, words = _shown(path, fault.get("input")), _words(kind)
     if fault["type"] in IN_OWN_WORDS or not words:
         said = str(fault["msg"]).removeprefix("Value error, ")
         shown = "" if isinstance(got, dict) else f" (got {got!r})"
@@ -53,6 +55,11 @@ def _explain(fault: Mapping[str, Any], path: str, kind: Any, root: type[BaseMode
     shown = ("a table" if got else "an empty table") if isinstance(got, dict) else repr(got)
     near = did_you_mean(got, [c for c in _choices(kind) if isinstance(c, str)]) if isinstance(got, str) else ""
     return f"`{path}`: expected {words}, got {shown}" + (f"; {near}" if near else "")
+
+
+def _shown(path: str, value: Any) -> Any:
+    """What came, unless it is somebody's key."""
+    return "a key that is not shown here" if path in SECRETS and value is not None else value
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -6,9 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from wingbeat.core.config.collect import CollectConfig
 from wingbeat.core.config.dataflow import DataflowConfig, TasksConfig
 from wingbeat.core.config.health import HealthConfig
+from wingbeat.core.config.limits import LimitsConfig
 from wingbeat.core.config.section import Section
+from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.config.trainer import WITHOUT_GROUP_BASELINE, LoraConfig, TrainerConfig
 
 
@@ -19,30 +22,6 @@ class RunConfig(Section):
     dir: str = Field(default="runs", description="Folder in which run directories are made.")
     seed: int = Field(default=0, ge=0, description="Seeds task order, sampling, initialisation and training.")
     steps: int = Field(default=100, ge=0, description="Optimiser steps per policy after which the run is complete.")
-
-
-class ServerConfig(Section):
-    """Where the server listens and what it accepts."""
-
-    host: str = Field(default="127.0.0.1", description="Bind address. Beyond loopback needs `admin_key`.")
-    port: int = Field(default=8321, ge=0, le=65535, description="0 takes a free port and prints it.")
-    admin_key: str | None = Field(
-        default=None, min_length=16, description="Key of the admin role; on loopback none is needed."
-    )
-    worker_key: str | None = Field(
-        default=None, min_length=16, description="Key of the worker role; unset makes a random one per start."
-    )
-    max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="Larger request bodies get 413.")
-    idle_timeout_s: float = Field(
-        default=600.0, gt=0, description="An episode without open request or heartbeat for so long is lost."
-    )
-    heartbeat_s: float = Field(default=10.0, gt=0, description="How often clients and workers report life.")
-    retry_grace_s: float = Field(
-        default=10.0,
-        ge=0,
-        description="How long a call whose caller hung up goes on, so that its retry finds it; streams end at once.",
-    )
-    begin_wait_s: float = Field(default=30.0, ge=0, le=30, description="How long begin and lease wait for admission.")
 
 
 class SamplingConfig(Section):
@@ -132,6 +111,25 @@ class AgentConfig(Section):
         min_length=1,
         description="Task sources that it runs; unset: those that its file declares, or all.",
     )
+    label: str | None = Field(
+        default=None,
+        max_length=200,
+        pattern=r"^[^\s@]+$",
+        description="Names this version of the agent in metrics and reports; unset: NAME of [agents.NAME].",
+    )
+    weight: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Its label's share of the training groups; labels without one share what is left.",
+    )
+    watch: bool = Field(default=False, description="Start its processes anew when its file changes.")
+    episode_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds after which its client ends an episode as `timeout`; unset: never."
+    )
+    max_memory_mb: int | None = Field(
+        default=None, ge=1, description="A client process that holds more MiB is replaced between its episodes."
+    )
     python: str | None = Field(
         default=None,
         description="The Python interpreter that runs it, as `venv/bin/python` of an environment with other packages"
@@ -144,6 +142,8 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    collect: CollectConfig = CollectConfig()
     policies: dict[str, PolicyConfig] = Field(min_length=1, description="The models, by name.")
     engine: EngineConfig = EngineConfig()
     dataflow: DataflowConfig = DataflowConfig()
@@ -165,15 +165,31 @@ class Config(Section):
         for name, agent in self.agents.items():
             if agent.path is None:
                 raise ValueError(f"agents.{name}.path: expected a Python file with an `@agent` function")
-            if not name or any(c in name for c in "/\\. "):
-                raise ValueError(f"agent name {name!r} must be non-empty without '/', '\\', '.' or spaces")
+            if not name or any(c in name for c in "/\\. @"):
+                raise ValueError(f"agent name {name!r} must be non-empty without '/', '\\', '.', '@' or spaces")
+        return self
+
+    @model_validator(mode="after")
+    def _agent_weights_are_shares(self) -> Config:
+        found: dict[str, float] = {}
+        for name, agent in self.running_agents.items():
+            if agent.weight is None:
+                continue
+            label = agent.label or name
+            if found.setdefault(label, agent.weight) != agent.weight:
+                raise ValueError(f"agents.{name}.weight: label {label!r} has weight {found[label]:g} already")
+        if sum(found.values()) > 1 + 1e-6:
+            shown = ", ".join(f"{label} = {weight:g}" for label, weight in found.items())
+            raise ValueError(f"the weights of agents must sum to 1 or less, got {shown}")
         return self
 
     @model_validator(mode="after")
     def _policy_names(self) -> Config:
         for name in self.policies:
-            if not name or any(c in name for c in ":@/ "):
-                raise ValueError(f"policy name {name!r} must be non-empty without ':', '@', '/' or spaces")
+            if not name or name.startswith(".") or any(c in name for c in ":@/\\ "):
+                raise ValueError(
+                    f"policy name {name!r}: expected one without ':', '@', '/', '\\' or spaces and no '.' at its start"
+                )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
-from wingbeat.client import Episode, agent
+from wingbeat.client import MODEL_CALL_RETRIES, Episode, agent
 from wingbeat.environments.calculator.presets import DEMO_PRESET
 from wingbeat.environments.calculator.tasks import CALC_TOOL, calc, score
 from wingbeat.environments.calculator_environment import from_task
@@ -24,7 +24,10 @@ def _client(episode: Episode) -> AsyncOpenAI:
     shared = _clients.get(episode.base_url)
     if shared is None:
         shared = AsyncOpenAI(
-            base_url=episode.base_url, api_key=episode.api_key, http_client=DefaultAioHttpClient(), max_retries=4
+            base_url=episode.base_url,
+            api_key=episode.api_key,
+            http_client=DefaultAioHttpClient(),
+            max_retries=MODEL_CALL_RETRIES,
         )
         _clients[episode.base_url] = shared
     return shared.with_options(api_key=episode.api_key)

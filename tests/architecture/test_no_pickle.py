@@ -1,0 +1,84 @@
+"""Nothing of ours reads or writes a format that can hold a program: JSON, msgpack, safetensors and SQLite only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "wingbeat").rglob("*.py"))
+
+IMPORTS = frozenset(
+    {"pickle", "_pickle", "cPickle", "cloudpickle", "pickletools", "dill", "marshal", "shelve", "joblib", "copyreg"}
+    | {"multiprocessing", "concurrent.futures.process", "xmlrpc", "yaml", "ray"}
+)
+"""``multiprocessing``: its pipes and queues pickle whatever they carry, and so do process pools."""
+CALLS = frozenset(
+    {"torch.load", "torch.save", "torch.hub.load", "torch.package.PackageImporter", "torch.jit.load"}
+    | {"np.load", "numpy.load", "pd.read_pickle", "pandas.read_pickle", "ProcessPoolExecutor"}
+    | {"pool.ProcessPoolExecutor", "futures.ProcessPoolExecutor"}
+)
+FLAGS = {"allow_pickle": True, "trust_remote_code": True, "weights_only": False, "use_safetensors": False}
+"""Keyword arguments with the value that lets a file run code."""
+WORDS = re.compile(rf"\b(?:{'|'.join(map(re.escape, IMPORTS | CALLS | FLAGS.keys()))})\b")
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in ("import_module", "__import__"):
+        yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for name in imported(node):
+            if any(name == banned or name.startswith(f"{banned}.") for banned in IMPORTS):
+                yield f"line {getattr(node, 'lineno', 0)} imports {name}"
+        if isinstance(node, ast.Call):
+            if dotted(node.func) in CALLS:
+                yield f"line {node.lineno} calls {dotted(node.func)}"
+            for keyword in node.keywords:
+                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if keyword.arg in FLAGS and value is FLAGS[keyword.arg]:
+                    yield f"line {node.lineno} passes {keyword.arg}={value}"
+
+
+def test_no_module_can_load_a_program_from_data() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} {fault}"
+        for path in MODULES
+        for text in [path.read_text(encoding="utf-8")]
+        if WORDS.search(text)  # parsing all of them takes seconds
+        for fault in faults(ast.parse(text))
+    ]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from multiprocessing import connection",
+        "import multiprocessing.pool as p",
+        "import_module('dill')",
+        "torch.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "Model.from_pretrained(folder, trust_remote_code=True)",
+        "from concurrent.futures import process\nfutures.ProcessPoolExecutor()",
+    ],
+)
+def test_what_is_looked_for_is_found(code: str) -> None:
+    assert list(faults(ast.parse(code)))

@@ -1,0 +1,338 @@
+"""Keeps the client processes of an agent running, and replaces them when they or its code ask for it.
+
+Every process has a *seat*.  A successor is started, loads the agent, and only then takes over: the one before leases
+no more, ends what it runs within the grace, and goes.  So code that does not load replaces nothing, and no seat is
+ever empty because of an edit::
+
+    seat ── process ── ends well ─────────────────▶ done
+             │ ├────── crashes ── back-off ───────▶ another process
+             │ ├────── asks to be replaced ───────▶ a successor
+             │ └────── its files change ──────────▶ a successor with the new code
+             └ draining: those before it, until they end or are killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wingbeat.client.code import code_on_disk, split_agent
+from wingbeat.client.plans import RolloutPlan
+from wingbeat.client.processes import SIGNALS
+from wingbeat.client.runner import RunnerStats
+from wingbeat.client.watch import FileWatch
+from wingbeat.client.worker_process import Failure, WorkerProcess
+from wingbeat.core.errors import SetupError, WingbeatError
+from wingbeat.core.types import CODE_SHOWN
+
+logger = logging.getLogger("wingbeat.client")
+
+BACKOFF_S: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+MAX_DEATHS = 6
+DEATHS_WINDOW_S = 120.0
+"""A seat whose processes crash so often within so long is given up, or waits for other code where it is watched."""
+MAX_DRAINING = 2
+"""Processes of one seat that may end their episodes beside the one that works; older ones abort theirs."""
+
+
+class Seat:
+    """The place of one process, whichever fills it."""
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self.plan = plan
+        self.process: WorkerProcess | None = None
+        self.draining: list[WorkerProcess] = []
+        self.deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self.taken_over = asyncio.Event()
+        """Another process than before sits here."""
+
+    def limit(self, num_done: int) -> bool:
+        """So many of the episodes that it may run are done; False where none are left."""
+        limit = self.plan.options.max_episodes
+        if limit is None:
+            return True
+        if num_done < limit:
+            self.plan = self.plan.limited(limit - num_done)
+        return num_done < limit
+
+    def take_over(self, process: WorkerProcess) -> None:
+        """The successor goes to work, and the one before drains."""
+        before, self.process = self.process, process
+        if before is not None and not before.ended.is_set():
+            before.stop(grace_s=self.plan.drain_s)
+            self.draining.append(before)
+        process.go()
+        self.draining = [old for old in self.draining if not old.ended.is_set()]
+        for old in self.draining[:-MAX_DRAINING]:
+            old.stop(now=True)
+        self.taken_over.set()
+
+
+class Fleet:
+    """All processes of one plan."""
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self._plan = plan
+        self._main, self._name = split_agent(plan.agent)
+        self._main = self._main.resolve()
+        self.seats = [Seat(share) for share in plan.shares()]
+        self._all: list[WorkerProcess] = []
+        self._past = RunnerStats()
+        """Of processes that have ended and left their seats."""
+        self._watch = FileWatch()
+        self._stopping = asyncio.Event()
+        self._num_signals = 0
+
+    @property
+    def draining(self) -> list[WorkerProcess]:
+        return [process for seat in self.seats for process in seat.draining]
+
+    async def run(self) -> RunnerStats:
+        """To the end of the run, or until :meth:`stop`.
+
+        Raises SetupError where the agent cannot be loaded or fails always, WingbeatError where a process cannot be
+        kept running.
+        """
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._heed_signal)
+        try:
+            first = await self._start(self.seats[0])
+            if first.failure is not None:
+                raise _error(first.failure)
+            self._watch.follow(first.files)
+            if not self._is_on_disk(first.files, first.digest):
+                self._watch.forget()
+            self.seats[0].take_over(first)
+            await self._keep_all()
+            return self._sum()
+        finally:
+            await self._end_all()
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def stop(self, *, now: bool = False) -> None:
+        """Lease no more; running episodes end within the grace, or are aborted at once."""
+        self._stopping.set()
+        for process in self._all:
+            if not process.ended.is_set():
+                process.stop(now=now)
+
+    def _heed_signal(self) -> None:
+        self._num_signals += 1
+        self.stop(now=self._num_signals > 1)
+
+    async def _keep_all(self) -> None:
+        """Until every seat is done; the first that cannot be kept ends the others, and its error is raised."""
+        keepers = {asyncio.create_task(self._keep(seat), name="seat") for seat in self.seats}
+        tasks = set(keepers)
+        if self._plan.watch:
+            tasks.add(asyncio.create_task(self._follow_edits(), name="watch"))
+        try:
+            while not all(keeper.done() for keeper in keepers):
+                done, _ = await asyncio.wait(
+                    [task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for process in self.draining:
+            await process.wait()
+
+    async def _end_all(self) -> None:
+        """No process outlives its fleet."""
+        left = [process for process in self._all if not process.ended.is_set()]
+        for process in left:
+            process.stop()
+        await asyncio.gather(*(process.wait() for process in left))
+
+    def _new(self, plan: RolloutPlan) -> WorkerProcess:
+        """Of those that have ended, only the counts are kept."""
+        seated = {seat.process for seat in self.seats}
+        over = [process for process in self._all if process.ended.is_set() and process not in seated]
+        for process in over:
+            self._past += process.stats
+            self._all.remove(process)
+        process = WorkerProcess(plan)
+        self._all.append(process)
+        return process
+
+    def _sum(self) -> RunnerStats:
+        total = self._past
+        for process in self._all:
+            total += process.stats
+        return total
+
+    # --- one seat
+
+    async def _start(self, seat: Seat) -> WorkerProcess:
+        """A process that has loaded the agent and waits, or has failed."""
+        process = self._new(seat.plan)
+        await process.start()
+        if self._stopping.is_set() and not process.ended.is_set():
+            process.stop()
+        return process
+
+    async def _keep(self, seat: Seat) -> None:
+        """Fill a seat until its process ends well, or all stop."""
+        while True:
+            process = seat.process
+            if process is None:
+                await self._refill(seat)
+                if seat.process is None:
+                    return
+                continue
+            seat.taken_over.clear()
+            await _first(process.changed.wait(), seat.taken_over.wait())
+            if seat.process is not process:
+                continue
+            process.changed.clear()
+            if process.ended.is_set():
+                if not await self._go_on(seat, process):
+                    return
+            elif process.replacement_reason:
+                await self.replace(seat, process.replacement_reason)
+
+    async def _go_on(self, seat: Seat, process: WorkerProcess) -> bool:
+        """What follows the end of a seat's process; False where nothing does.  Raises where nothing can."""
+        failure = process.failure
+        if failure is None or self._stopping.is_set():
+            return False
+        if failure.is_told and not (self._plan.watch and failure.is_setup):
+            raise _error(failure)
+        if not failure.is_told:
+            seat.deaths.append(time.monotonic())
+            if not _is_hopeless(seat.deaths):
+                seat.process = None
+                return seat.limit(process.num_ended)
+        if not self._plan.watch:
+            raise WingbeatError(
+                f"client processes crashed {MAX_DEATHS} times within {DEATHS_WINDOW_S:.0f} s, the last:"
+                f" {failure.message}; its log says why"
+            )
+        logger.error("%s; waiting for its code to change", failure.message)
+        seat.deaths.clear()
+        await _first(seat.taken_over.wait(), self._stopping.wait())
+        return not self._stopping.is_set()
+
+    async def _refill(self, seat: Seat) -> None:
+        """Start a process where the one before crashed, or none was; leaves the seat empty once all stop."""
+        if seat.deaths:
+            delay_s = BACKOFF_S[min(len(seat.deaths), len(BACKOFF_S)) - 1]
+            logger.warning("a client process crashed; starting another one in %g s", delay_s)
+            await _first(asyncio.sleep(delay_s), self._stopping.wait(), seat.taken_over.wait())
+        if self._stopping.is_set() or seat.process is not None:
+            return
+        process = await self._start(seat)
+        if seat.process is not None:  # an edit was faster
+            process.kill()
+        elif process.failure is None and not self._stopping.is_set():
+            seat.take_over(process)
+        else:
+            seat.process = process  # its failure is dealt with as that of one that ran
+
+    async def replace(self, seat: Seat, reason: str) -> None:
+        """Put a fresh process into a seat; where it does not load, the old one stays."""
+        logger.warning("replacing client process %s: %s", seat.process.pid if seat.process else "-", reason)
+        if seat.plan.options.max_episodes is not None and seat.process is not None:
+            seat.process.stop()  # what is left to do is known once it has ended
+            await seat.process.wait()
+            if not seat.limit(_num_episodes(seat.process.stats)):
+                return
+        process = await self._start(seat)
+        if process.failure is None:
+            seat.take_over(process)
+        else:
+            logger.error("the successor does not load: %s", process.failure.message)
+
+    # --- edits
+
+    async def _follow_edits(self) -> None:
+        """Whenever the agent's code is another one than what runs, let that run."""
+        while True:
+            await self._watch.changed()
+            await self._switch()
+
+    async def _switch(self) -> None:
+        """Replace the processes of older code, once the new one has loaded."""
+        candidate = await self._candidate()
+        running = self.seats[0].process
+        before = "" if running is None else running.digest
+        failure = candidate.failure
+        if failure is not None:
+            logger.error("the new code does not load, and the old one goes on: %s", failure.message)
+            files = () if running is None else running.files
+            self._watch.follow({*files, *failure.files, self._main})
+            if not self._is_on_disk(failure.files, failure.digest):
+                self._watch.forget()
+            return
+        self._watch.follow(candidate.files)
+        if not self._is_on_disk(candidate.files, candidate.digest):  # it was edited again meanwhile
+            candidate.kill()
+            self._watch.forget()
+            return
+        if candidate.digest == before and all(seat.process and seat.process.digest == before for seat in self.seats):
+            candidate.kill()
+            return
+        logger.info("the agent's code is %s now, and was %s", candidate.digest[:CODE_SHOWN], before[:CODE_SHOWN])
+        others = await asyncio.gather(*(self._start(seat) for seat in self.seats[1:]))
+        for seat, process in zip(self.seats, [candidate, *others], strict=True):
+            if process.failure is not None or self._stopping.is_set():  # edited again: the next look finds it
+                continue
+            seat.deaths.clear()
+            seat.take_over(process)
+
+    async def _candidate(self) -> WorkerProcess:
+        """A process with the code as it is now; one that takes its time to load gives way to the next edit."""
+        while True:
+            process = self._new(self.seats[0].plan)
+            starting = asyncio.create_task(process.start())
+            editing = asyncio.create_task(self._watch.changed())
+            try:
+                await asyncio.wait({starting, editing}, return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    return process
+            finally:
+                editing.cancel()
+                await asyncio.wait({editing})
+                if not starting.done():
+                    process.kill()
+                    await asyncio.wait({starting})
+
+    def _is_on_disk(self, files: Iterable[Path], digest: str) -> bool:
+        try:
+            return code_on_disk(files, self._main, self._name) == digest
+        except OSError:
+            return False
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Until one of them is over; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_hopeless(deaths: Sequence[float]) -> bool:
+    return len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW_S
+
+
+def _num_episodes(stats: RunnerStats) -> int:
+    """How many of ``max_episodes`` a process has used up."""
+    return stats.num_finished + stats.num_failed + stats.num_refused + stats.num_cancelled + stats.num_timed_out
+
+
+def _error(failure: Failure) -> WingbeatError:
+    return SetupError(failure.message) if failure.is_setup else WingbeatError(failure.message)

@@ -1,0 +1,67 @@
+"""An event loop in a thread of its own, and calls into it, for synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from wingbeat.core.errors import RequestError
+
+T = TypeVar("T")
+
+
+class LoopPort:
+    """Runs coroutines on a loop of another thread and waits for their results."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result.  Raises RequestError on the loop's own thread, where waiting would hang."""
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if on_loop or self._loop.is_closed():
+            coroutine.close()
+            raise RequestError(
+                "a synchronous call on its own event loop would wait for ever; use AsyncSwarm in async code"
+                if on_loop
+                else "this client is closed; make a new one"
+            )
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting: do not leave the call behind
+            raise
+
+
+class LoopThread:
+    """A running loop in the background; :meth:`stop` ends it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.port = LoopPort(self._loop)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def stop(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Run ``closing`` in the loop, then end it; twice is harmless."""
+        with self._lock:
+            if not self._thread.is_alive():
+                closing.close()
+                return
+            self.port.call(closing)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()

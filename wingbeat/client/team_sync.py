@@ -1,0 +1,147 @@
+"""The synchronous twins of AsyncTeam and TeamEpisode.
+
+with Team({"east": "https://east.example:8321", "west": "https://west.example:8321"}) as team:
+    with team.episode(task=task) as episode:
+        ...
+        episode.finish(1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsFloat, Unpack
+
+from wingbeat.client.episode import Episode, EpisodeState
+from wingbeat.client.loop_thread import LoopPort, LoopThread
+from wingbeat.client.rewards import RewardLike
+from wingbeat.client.swarm import AsyncSwarm
+from wingbeat.client.sync import SyncEpisode
+from wingbeat.client.team import AsyncTeam, TeamBeginOptions
+from wingbeat.client.team_episode import TeamEpisode
+from wingbeat.core.ports import ResourceLease
+from wingbeat.core.protocol import FinishReply, LeaseReply
+from wingbeat.core.types import Cause, Group, Outcome, Split, Task
+
+
+class SyncTeamEpisode:
+    """:class:`TeamEpisode` for synchronous code; same names, same meaning."""
+
+    def __init__(self, episode: TeamEpisode, port: LoopPort) -> None:
+        self._episode = episode
+        self._port = port
+
+    def __getitem__(self, server: str) -> SyncEpisode:
+        return SyncEpisode(self._episode[server], self._port)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return self._episode.servers
+
+    @property
+    def lead(self) -> SyncEpisode:
+        return SyncEpisode(self._episode.lead, self._port)
+
+    @property
+    def id(self) -> str:
+        return self._episode.id
+
+    @property
+    def attempt(self) -> int:
+        return self._episode.attempt
+
+    @property
+    def task(self) -> Task:
+        return self._episode.task
+
+    @property
+    def group(self) -> Group:
+        return self._episode.group
+
+    @property
+    def split(self) -> Split:
+        return self._episode.split
+
+    @property
+    def state(self) -> EpisodeState:
+        return self._episode.state
+
+    @property
+    def closed(self) -> bool:
+        return self._episode.closed
+
+    def finish(
+        self,
+        reward: RewardLike,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        outcome: Outcome = Outcome.AGENT,
+        message: str = "",
+    ) -> dict[str, FinishReply]:
+        """As :meth:`TeamEpisode.finish`."""
+        return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
+
+    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
+        """As :meth:`TeamEpisode.abort`."""
+        self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
+
+    def lease(self, spec: Any, *, name: str = "") -> AbstractContextManager[ResourceLease]:
+        """As :meth:`TeamEpisode.lease`, with ``with``."""
+        return self.lead.lease(spec, name=name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._port.call(self._episode.__aexit__(kind, error, tb))
+
+
+class Team:
+    """:class:`AsyncTeam` for synchronous code; usable from many threads."""
+
+    def __init__(
+        self,
+        servers: Mapping[str, AsyncSwarm | str],
+        *,
+        lead: str | None = None,
+        key: str | None = None,
+        journal: Path | str | None = None,
+        prepare_budget_s: float = 240.0,
+    ) -> None:
+        self._team = AsyncTeam(servers, lead=lead, key=key, journal=journal, prepare_budget_s=prepare_budget_s)
+        self._thread = LoopThread()
+        self._port = self._thread.port
+
+    def close(self) -> None:
+        """As :meth:`AsyncTeam.close`."""
+        self._thread.stop(self._team.close())
+
+    def __enter__(self) -> Self:
+        self._port.call(self._team.__aenter__())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def lease(self, max_leases: int = 1, **options: Any) -> LeaseReply:
+        """As :meth:`AsyncTeam.lease`."""
+        return self._port.call(self._team.lease(max_leases, **options))
+
+    def begin(self, **options: Unpack[TeamBeginOptions]) -> SyncTeamEpisode:
+        """As :meth:`AsyncTeam.begin`."""
+        return SyncTeamEpisode(self._port.call(self._team.begin(**options)), self._port)
+
+    @contextmanager
+    def episode(self, **options: Unpack[TeamBeginOptions]) -> Generator[SyncTeamEpisode]:
+        """An episode for the block; leaving it without ``finish`` aborts the episode on all servers."""
+        with self.begin(**options) as episode:
+            yield episode
+
+
+def synchronous(episode: Episode | TeamEpisode, port: LoopPort) -> SyncEpisode | SyncTeamEpisode:
+    """What a synchronous agent gets."""
+    if isinstance(episode, TeamEpisode):
+        return SyncTeamEpisode(episode, port)
+    return SyncEpisode(episode, port)

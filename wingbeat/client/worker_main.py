@@ -1,0 +1,144 @@
+"""A client process as its parent starts it: one agent, one runner.
+
+Parent and child exchange lines of JSON: the plan and orders on standard input, news on a pipe of their own, since
+agents print where they like.
+
+::
+
+    parent ── plan ──▶                      ◀── ready (digest, files) | failed ── child
+           ── go ──▶   leases and runs      ◀── ended, of each episode where their number is limited
+           ── stop ──▶ ends its episodes    ◀── replace (reason), any time
+                                            ◀── done (counts) | failed
+
+A parent that vanishes closes standard input, which is an order to stop, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from wingbeat.client.agents import Agent, load_agent
+from wingbeat.client.code import loaded_code, split_agent
+from wingbeat.client.plans import RolloutPlan, connect, load_plan
+from wingbeat.client.processes import SIGNALS, run_async, set_up_logging
+from wingbeat.client.runner import Runner
+from wingbeat.core.errors import SetupError, WingbeatError
+
+FAILED_EXIT = 1
+
+
+class Orders:
+    """Standard input, taken from the agent: lines of the parent, from before and after the event loop starts."""
+
+    def __init__(self) -> None:
+        self._file = os.dup(0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        self._rest = b""
+
+    def first_line(self) -> bytes:
+        """Blocks; b"" where the parent is gone."""
+        while b"\n" not in self._rest:
+            read = os.read(self._file, 65536)
+            if not read:
+                return b""
+            self._rest += read
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def follow(self, on_order: Callable[[dict[str, Any] | None], None]) -> None:
+        """Hand every further line to ``on_order``, from the running loop; None once the parent is gone."""
+        loop = asyncio.get_running_loop()
+
+        def take() -> None:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                on_order(orjson.loads(line))
+
+        def listen() -> None:
+            try:
+                read = os.read(self._file, 65536)
+            except BlockingIOError:
+                return
+            if not read:
+                loop.remove_reader(self._file)
+                on_order(None)
+                return
+            self._rest += read
+            take()
+
+        os.set_blocking(self._file, False)
+        loop.add_reader(self._file, listen)
+        take()
+
+
+class News:
+    """The pipe to the parent; one that is gone hears nothing, and its orders have ended, too."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        os.set_inheritable(file, False)
+
+    def tell(self, kind: str, **data: Any) -> None:
+        line = orjson.dumps({"news": kind, **data}) + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except BrokenPipeError:
+            return
+
+
+async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> dict[str, Any]:
+    """The runner's life, from the order to go on."""
+    started = asyncio.Event()
+    async with connect(plan) as swarm:
+        runner = Runner(
+            swarm,
+            agent,
+            plan.concurrency,
+            options=plan.options,
+            on_end=(lambda end: news.tell("ended")) if plan.options.max_episodes is not None else None,
+            on_stuck=lambda reason: news.tell("replace", reason=reason),
+        )
+
+        def obey(order: dict[str, Any] | None) -> None:
+            if order is None:
+                runner.stop()
+            elif order["order"] == "stop":
+                runner.stop(now=order["now"], grace_s=order["grace_s"])
+            started.set()
+
+        orders.follow(obey)
+        await started.wait()
+        return {} if runner.stopping else dataclasses.asdict(await runner.run())
+
+
+def main() -> None:
+    """The program of a child process; its argument is the number of the pipe."""
+    for number in SIGNALS:  # the parent hears them, and says what to do
+        signal.signal(number, signal.SIG_IGN)
+    orders, news = Orders(), News(int(sys.argv.pop()))
+    line = orders.first_line()
+    if not line:
+        return
+    plan = load_plan(line)
+    set_up_logging(plan.log_level)
+    try:
+        agent = load_agent(plan.agent)
+        news.tell("ready", digest=agent.code.digest, files=[str(path) for path in agent.code.files])
+        news.tell("done", stats=run_async(_run(plan, agent, orders, news)))
+    except WingbeatError as error:
+        is_setup = isinstance(error, SetupError)
+        code = loaded_code(split_agent(plan.agent)[0].resolve(), split_agent(plan.agent)[1])
+        files = [str(path) for path in code.files]
+        news.tell("failed", message=error.message, is_setup=is_setup, files=files, digest=code.digest)
+        sys.exit(error.exit_code if isinstance(error, SetupError) else FAILED_EXIT)

@@ -1,0 +1,170 @@
+"""One child process that runs an agent, as its parent sees it; :mod:`wingbeat.client.worker_main` is the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from wingbeat.client.plans import RolloutPlan, dump_plan
+from wingbeat.client.runner import RunnerStats
+
+logger = logging.getLogger("wingbeat.client")
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from wingbeat.client.worker_main import main; main()"
+)
+"""A child imports from where its parent does, whatever started that."""
+_LINE_BYTES = 2**24
+_EXIT_S = 5.0
+"""A process that has said its last word and does not end (threads of some library) is killed after this."""
+_LAST_NEWS_S = 1.0
+_ABORT_S = 15.0
+"""Beyond the grace, what a process gets to abort its episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a process ended that should have gone on."""
+
+    message: str
+    is_told: bool
+    """It said so itself, and would say so again; else it crashed."""
+    is_setup: bool = False
+    """The agent, or this machine, must be changed first."""
+    files: tuple[Path, ...] = ()
+    """The agent's files, as far as they were loaded."""
+    digest: str = ""
+    """Of these."""
+
+
+class WorkerProcess:
+    """Starts, waits to be told to go, runs, ends.  From one event loop."""
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self.plan = plan
+        self.digest = ""
+        self.files: tuple[Path, ...] = ()
+        self.stats = RunnerStats()
+        self.num_ended = 0
+        """Episodes so far, where their number is limited."""
+        self.replacement_reason = ""
+        """Why it asks to be replaced, once it does."""
+        self.failure: Failure | None = None
+        """Set once it has ended, unless it ended well."""
+        self.ended = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set by every news; whoever waits clears it."""
+        self._is_ready = asyncio.Event()
+        self._is_done = False
+        self._life: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> bool:
+        """Load the agent; False where that fails (:attr:`failure`)."""
+        read, write = os.pipe()
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        try:
+            pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb"))
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                _BOOT,
+                json.dumps(sys.path),
+                str(write),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(write,),
+            )
+        except BaseException:
+            self.ended.set()
+            raise
+        finally:
+            os.close(write)
+        self._life = asyncio.create_task(self._follow(reader), name=f"client-{self._process.pid}")
+        self._life.add_done_callback(lambda life: pipe.close())
+        self._send(dump_plan(self.plan))
+        await self._is_ready.wait()
+        return not self.ended.is_set()
+
+    def go(self) -> None:
+        """Begin to lease."""
+        self._order(order="go")
+
+    def stop(self, *, now: bool = False, grace_s: float | None = None) -> None:
+        """Lease no more and end within the grace (None: the plan's), or abort at once; killed where it does neither."""
+        grace_s = self.plan.options.grace_s if grace_s is None else grace_s
+        if self._process is None:
+            return
+        self._order(order="stop", now=now, grace_s=grace_s)
+        limit_s = _ABORT_S if now else grace_s + _ABORT_S
+        asyncio.get_running_loop().call_later(limit_s, self.kill)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        await self.ended.wait()
+
+    def _order(self, **order: Any) -> None:
+        self._send(orjson.dumps(order))
+
+    def _send(self, line: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if not self._process.stdin.is_closing():  # else it has ended, and its news say how
+            self._process.stdin.write(line + b"\n")
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Take news until the process ends."""
+        assert self._process is not None
+        reading = asyncio.create_task(self._read(reader))
+        code = await self._process.wait()
+        await asyncio.wait({reading}, timeout=_LAST_NEWS_S)  # a process that it forked may hold the pipe open
+        reading.cancel()
+        if not self._is_done and self.failure is None:
+            self.failure = Failure(f"client process {self.pid} ended with exit code {code}", is_told=False)
+        self.ended.set()
+        self._is_ready.set()
+        self.changed.set()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (line := await reader.readline()).endswith(b"\n"):
+            self._take(orjson.loads(line))
+            if self._is_done or self.failure is not None:
+                asyncio.get_running_loop().call_later(_EXIT_S, self.kill)
+
+    def _take(self, news: Mapping[str, Any]) -> None:
+        match news["news"]:
+            case "ready":
+                self.digest, self.files = news["digest"], tuple(map(Path, news["files"]))
+                self._is_ready.set()
+            case "ended":
+                self.num_ended += 1
+            case "replace":
+                self.replacement_reason = news["reason"]
+            case "done":
+                self.stats, self._is_done = RunnerStats(**news["stats"]), True
+            case "failed":
+                files = tuple(map(Path, news["files"]))
+                self.failure = Failure(
+                    news["message"], is_told=True, is_setup=news["is_setup"], files=files, digest=news["digest"]
+                )
+            case strange:
+                raise AssertionError(f"news of a client process that nobody knows: {strange!r}")
+        self.changed.set()

@@ -1,0 +1,36 @@
+"""Keys as they are kept: only their SHA-256, in the configuration written ``sha256:HEX``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+HASH_PREFIX = "sha256:"
+WORKER_KEY_VARIABLE = "WINGBEAT_WORKER_KEY"
+ADMIN_KEY_VARIABLE = "WINGBEAT_OWN_ADMIN_KEY"
+CLIENT_KEY_VARIABLE = "WINGBEAT_OWN_CLIENT_KEY"
+"""Environment variables with the keys that the supervisor makes for its own processes, plain or as sha256:HEX."""
+_HASHED = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def digest(key: str) -> str:
+    """What is stored and compared instead of a key.
+
+    Keys that Wingbeat makes have 192 random bits, so nobody can try them out, and a slow hash would protect nothing.
+    """
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_hashed(text: str) -> bool:
+    """Whether ``text`` stands for a key without telling it."""
+    return _HASHED.fullmatch(text) is not None
+
+
+def hashed(text: str) -> str:
+    """``sha256:HEX`` of a plain key; a hashed one stays as it is."""
+    return text if is_hashed(text) else HASH_PREFIX + digest(text)
+
+
+def digest_of(text: str) -> str:
+    """The digest of a key that is given plain or as ``sha256:HEX``."""
+    return hashed(text).removeprefix(HASH_PREFIX)
