@@ -15,15 +15,15 @@ from wingbeat.core import errors
 from wingbeat.core.config.load import validate_config
 from wingbeat.core.types import Cause
 from wingbeat.dataflow.records import DropReason
+from wingbeat.server.calls.routes import ROUTES
+from wingbeat.server.collect.routes import collect_routes
+from wingbeat.server.http.routes_episodes import episode_routes
+from wingbeat.server.http.routes_run import run_routes
+from wingbeat.server.http.routes_tasks import task_routes
+from wingbeat.server.keys.routes import key_routes
 from wingbeat.server.metrics import ControlMetrics
-from wingbeat.server.routes_calls import ROUTES
-from wingbeat.server.routes_collect import collect_routes
-from wingbeat.server.routes_episodes import episode_routes
-from wingbeat.server.routes_keys import key_routes
-from wingbeat.server.routes_run import run_routes
-from wingbeat.server.routes_tasks import task_routes
-from wingbeat.server.routes_teams import team_routes
-from wingbeat.server.routes_variants import variant_routes
+from wingbeat.server.teams.routes import team_routes
+from wingbeat.server.variants.routes import variant_routes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -23,12 +23,12 @@ from mutations import damaged
 from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.worker_protocol import TokenChunk
 from wingbeat.environments.calculator.tokenizer import write_tokenizer
-from wingbeat.server.calls import ChatPrompt
-from wingbeat.server.dialects.base import Dialect
-from wingbeat.server.requests import decode_json
-from wingbeat.server.routes_calls import DIALECTS
-from wingbeat.server.text import Generated, TextStream
-from wingbeat.server.visible import TextRules
+from wingbeat.server.calls.dialects.base import Dialect
+from wingbeat.server.calls.model_call import ChatPrompt
+from wingbeat.server.calls.routes import DIALECTS
+from wingbeat.server.calls.text import Generated, TextStream
+from wingbeat.server.calls.visible import TextRules
+from wingbeat.server.http.requests import decode_json
 from wingbeat.tracking import ChatTemplate, EpisodeGraph, parse_reply
 
 SECONDS = float(os.environ.get("WINGBEAT_FUZZ_S", "20"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from harness import Answer, Api, Begun, Server, config_text, eventually, serving
 
-from wingbeat.server.key_file import KeyFile, NewKey
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey
+from wingbeat.server.keys.principals import Role
 
 ADMIN_KEY = "an-admin-key-of-this-test"
 

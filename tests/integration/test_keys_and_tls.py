@@ -24,8 +24,8 @@ from wingbeat.core.errors import AuthenticationError, SetupError, UnavailableErr
 from wingbeat.core.tls import check_certificate, client_context
 from wingbeat.core.types import Split, Task
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Register
-from wingbeat.server.key_file import KeyFile, NewKey
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey
+from wingbeat.server.keys.principals import Role
 from wingbeat.workers.link import WorkerLink
 
 ADMIN_KEY = "an-admin-key-of-the-tls-test"

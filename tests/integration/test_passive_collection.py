@@ -19,8 +19,8 @@ from wingbeat.dataflow.audit import audit_run
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.ledger_views import AttemptView
-from wingbeat.server.key_file import KeyFile, NewKey
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey
+from wingbeat.server.keys.principals import Role
 from wingbeat.tracking import EpisodeGraph, load_graph
 
 ADMIN = "the-admin-key-of-the-test"

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.ledger_views import AttemptView
-from wingbeat.server.conversation_files import ATTEMPT, ConversationFiles, StoredConversation
-from wingbeat.server.conversations import group_of
+from wingbeat.server.collect.conversation_files import ATTEMPT, ConversationFiles, StoredConversation
+from wingbeat.server.collect.conversations import group_of
 
 SHOWN = 10
 

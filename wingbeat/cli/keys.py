@@ -23,8 +23,8 @@ from wingbeat.client.transport import Call, Transport
 from wingbeat.core.config import RunConfig, ServerConfig, load_config
 from wingbeat.core.errors import RequestError
 from wingbeat.core.key_protocol import KeyReply, KeyRequest, NewKeyReply
-from wingbeat.server.key_file import KeyFile, NewKey, key_file_path
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey, key_file_path
+from wingbeat.server.keys.principals import Role
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 TIMEOUT_S = 30.0

@@ -13,8 +13,8 @@ from wingbeat.core.config import Config
 from wingbeat.core.config.server import is_loopback
 from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
 from wingbeat.core.tls import check_certificate
-from wingbeat.server.key_file import KeyFile, exposed, key_file_path
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, exposed, key_file_path
+from wingbeat.server.keys.principals import Role
 
 BUILTIN = "builtin:"
 PYPI = "pypi:"

@@ -33,11 +33,11 @@ from wingbeat.core.files import write_atomically
 from wingbeat.core.keys import ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.tls import server_context
-from wingbeat.server.app import create_app
 from wingbeat.server.control import Control
-from wingbeat.server.http_protocol import Bounds, bounded_protocol, sweep
-from wingbeat.server.key_file import KeyFile, exposed, key_file_path
-from wingbeat.server.keys import KeyRing, OwnKeys
+from wingbeat.server.http.app import create_app
+from wingbeat.server.http.protocol import Bounds, bounded_protocol, sweep
+from wingbeat.server.keys.file import KeyFile, exposed, key_file_path
+from wingbeat.server.keys.ring import KeyRing, OwnKeys
 
 MAX_FRAME_BYTES = 1 << 30
 GC_THRESHOLDS = (20_000, 20, 50)

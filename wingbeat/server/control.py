@@ -39,32 +39,32 @@ from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.operators import Fault, VarianceRule, build_chain, check_operators
 from wingbeat.dataflow.records import DropReason
 from wingbeat.dataflow.step_rule import StepRule
-from wingbeat.server.collect_setup import make_collecting
-from wingbeat.server.conversations import CollectedEpisode
-from wingbeat.server.deciders import Deciders
+from wingbeat.server.calls.gateway import Gateway
+from wingbeat.server.collect.conversations import CollectedEpisode
+from wingbeat.server.collect.setup import make_collecting
 from wingbeat.server.director import Director, DirectorParts
-from wingbeat.server.endings import Endings
-from wingbeat.server.engines import EnginePool
-from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
-from wingbeat.server.evaluations import EvaluationParts, Evaluations
-from wingbeat.server.finishing import Finishing, FinishingParts
-from wingbeat.server.gateway import Gateway
-from wingbeat.server.health import HealthWatch
-from wingbeat.server.hub import WorkerHub, WorkerSession
-from wingbeat.server.keys import KeyRing
-from wingbeat.server.limits import Limits
+from wingbeat.server.episodes.endings import Endings
+from wingbeat.server.episodes.evaluations import EvaluationParts, Evaluations
+from wingbeat.server.episodes.finishing import Finishing, FinishingParts
+from wingbeat.server.episodes.recovery import dump_noted_turn
+from wingbeat.server.episodes.registry import EpisodeRegistry, OpenEpisode
+from wingbeat.server.episodes.rollouts import RolloutParts, Rollouts
+from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.ledger_watch import LedgerWatch
+from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
-from wingbeat.server.policies import HostContext, PolicyHost
-from wingbeat.server.recovery import dump_noted_turn
+from wingbeat.server.policies.health import HealthWatch
+from wingbeat.server.policies.host import HostContext, PolicyHost
+from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.server.restore import restore_run
-from wingbeat.server.rollouts import RolloutParts, Rollouts
-from wingbeat.server.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.server.signals import Changed, OverlapMeter
-from wingbeat.server.snapshots import Snapshots
 from wingbeat.server.status import blockers
-from wingbeat.server.teams import TeamParts, Teams
-from wingbeat.server.variants import VariantParts, Variants
+from wingbeat.server.teams.deciders import Deciders
+from wingbeat.server.teams.teams import TeamParts, Teams
+from wingbeat.server.variants.variants import VariantParts, Variants
+from wingbeat.server.workers.engines import EnginePool
+from wingbeat.server.workers.hub import WorkerHub, WorkerSession
+from wingbeat.server.workers.sessions import EngineSession, SessionParts, TrainerSession
 from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn
 
@@ -141,7 +141,11 @@ class Control:
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
         self._session_parts = SessionParts(
-            self.engines, self.policies, self.events, self.changed, is_stopping=lambda: self.stopping,
+            self.engines,
+            self.policies,
+            self.events,
+            self.changed,
+            is_stopping=lambda: self.stopping,
             max_running=config.engine.max_running,
         )
         self.director = self._make_director()

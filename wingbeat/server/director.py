@@ -18,8 +18,8 @@ from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.core.types import Split
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
-from wingbeat.server.evaluations import Evaluations
-from wingbeat.server.policies import PolicyHost, TrainerState
+from wingbeat.server.episodes.evaluations import Evaluations
+from wingbeat.server.policies.host import PolicyHost, TrainerState
 from wingbeat.server.signals import Changed
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from wingbeat.core.config.limits import LimitsConfig
 from wingbeat.core.errors import LimitReached
-from wingbeat.server.episodes import OpenEpisode
+from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.metrics import ControlMetrics
 
 BODY_UNIT = 64 * 1024

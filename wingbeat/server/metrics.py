@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from wingbeat.server.collect_metrics import CollectMetrics
-from wingbeat.server.variant_metrics import VariantMeter
+from wingbeat.server.collect.metrics import CollectMetrics
+from wingbeat.server.variants.metrics import VariantMeter
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
 

@@ -1,6 +1,6 @@
 """Continuing a run from its ledger: task sources and their order, versions, open and buffered groups.
 
-Attempts that ran go on (:mod:`wingbeat.server.recovery`), evaluations end with the server.
+Attempts that ran go on (:mod:`wingbeat.server.episodes.recovery`), evaluations end with the server.
 Steps that were logged but not finished are taken by the policies' own step loops, and a trainer that
 restored an older checkpoint is sent the logged batches that follow it.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wingbeat.dataflow.ledger_schema import AttemptState
-from wingbeat.server.recovery import record_interruption, recover_episodes, take_up
-from wingbeat.server.sources import load_sources
-from wingbeat.server.variants import told_apart
+from wingbeat.server.episodes.recovery import record_interruption, recover_episodes, take_up
+from wingbeat.server.episodes.sources import load_sources
+from wingbeat.server.variants.variants import told_apart
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control

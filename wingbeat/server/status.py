@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from wingbeat.core.protocol import PolicyReply, StatusReply
 from wingbeat.core.types import Split
-from wingbeat.server.episodes import EpisodeState
-from wingbeat.server.policies import PolicyHost, TrainerState
+from wingbeat.server.episodes.registry import EpisodeState
+from wingbeat.server.policies.host import PolicyHost, TrainerState
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from wingbeat.cli.inspect_conversation import open_conversation, show_conversations
 from wingbeat.core.types import Split
-from wingbeat.server.conversation_files import ConversationFiles, Opened, Taken
+from wingbeat.server.collect.conversation_files import ConversationFiles, Opened, Taken
 
 TURN = b"a turn"
 

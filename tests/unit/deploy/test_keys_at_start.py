@@ -15,8 +15,8 @@ from wingbeat.deploy.checks import check_exposure
 from wingbeat.deploy.paths import absolute_paths
 from wingbeat.deploy.run_keys import RunKeys
 from wingbeat.deploy.training import agent_specs
-from wingbeat.server.key_file import KeyFile, NewKey
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey
+from wingbeat.server.keys.principals import Role
 
 KEY = "a-plain-key-of-an-admin"
 

@@ -41,26 +41,26 @@ from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.operators import build_chain
 from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 from wingbeat.dataflow.step_rule import StepRule
-from wingbeat.server.collect_setup import make_collecting
-from wingbeat.server.conversations import CollectedEpisode
-from wingbeat.server.endings import Endings
-from wingbeat.server.engines import EnginePool
-from wingbeat.server.episodes import EpisodeRegistry, OpenEpisode
-from wingbeat.server.evaluations import EvaluationParts, Evaluations
-from wingbeat.server.finishing import Finishing, FinishingParts
-from wingbeat.server.flights import EngineLink
-from wingbeat.server.gateway import Gateway
-from wingbeat.server.keys import KeyRing
+from wingbeat.server.calls.flights import EngineLink
+from wingbeat.server.calls.gateway import Gateway
+from wingbeat.server.collect.conversations import CollectedEpisode
+from wingbeat.server.collect.setup import make_collecting
+from wingbeat.server.episodes.endings import Endings
+from wingbeat.server.episodes.evaluations import EvaluationParts, Evaluations
+from wingbeat.server.episodes.finishing import Finishing, FinishingParts
+from wingbeat.server.episodes.recovery import dump_noted_turn
+from wingbeat.server.episodes.registry import EpisodeRegistry, OpenEpisode
+from wingbeat.server.episodes.rollouts import RolloutParts, Rollouts
+from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
-from wingbeat.server.policies import HostContext, PolicyHost
-from wingbeat.server.recovery import dump_noted_turn
+from wingbeat.server.policies.host import HostContext, PolicyHost
 from wingbeat.server.restore import restore_run
-from wingbeat.server.rollouts import RolloutParts, Rollouts
 from wingbeat.server.signals import Changed, OverlapMeter
-from wingbeat.server.teams import TeamParts, Teams
-from wingbeat.server.transactions import TransactionState
-from wingbeat.server.variants import VariantParts, Variants
+from wingbeat.server.teams.teams import TeamParts, Teams
+from wingbeat.server.teams.transactions import TransactionState
+from wingbeat.server.variants.variants import VariantParts, Variants
+from wingbeat.server.workers.engines import EnginePool
 from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK
 from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn

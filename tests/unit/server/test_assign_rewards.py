@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wingbeat.core.errors import InvalidReward
 from wingbeat.core.protocol import Rewards
-from wingbeat.server.rewards import Credit, assign_rewards, uncalled_policies
+from wingbeat.server.episodes.rewards import Credit, assign_rewards, uncalled_policies
 
 CREDIT = Credit(
     agents=[("solver", ""), ("solver", "critic"), ("judge", "")],

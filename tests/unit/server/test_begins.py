@@ -11,8 +11,8 @@ from wingbeat.core.errors import ConflictError, EpisodeClosed, IdempotencyConfli
 from wingbeat.core.protocol import BeginReply, BeginRequest, FinishRequest, GroupModel, LeaseRequest, TaskModel
 from wingbeat.core.types import Split
 from wingbeat.dataflow.groups import SlotState
-from wingbeat.server import begins
-from wingbeat.server.episodes import EpisodeState
+from wingbeat.server.episodes import begins
+from wingbeat.server.episodes.registry import EpisodeState
 
 OpenDesk = Callable[..., Any]
 CODE = "ab" * 32

@@ -12,9 +12,9 @@ import pytest
 from wingbeat.core.types import Cause, FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Abort, Generate
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.episodes import OpenEpisode
-from wingbeat.server.keys import digest
-from wingbeat.server.routes_calls import ModelCalls
+from wingbeat.server.calls.routes import ModelCalls
+from wingbeat.server.episodes.registry import OpenEpisode
+from wingbeat.server.keys.ring import digest
 from wingbeat.tracking.graph import EpisodeGraph
 
 KEY = "wb-ep-key"

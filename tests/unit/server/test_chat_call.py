@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
-from wingbeat.server.calls import ChatPrompt, ModelCall, ToolChoice
-from wingbeat.server.dialects.chat import CHAT, HONOURED, NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.dialects.chat import CHAT, HONOURED, NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.model_call import ChatPrompt, ModelCall, ToolChoice
 from wingbeat.tracking.messages import Message
 
 parse_chat = CHAT.parse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.server.dialects import chat, completions
+from wingbeat.server.calls.dialects import chat, completions
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 TITLES = ("Honoured", "Accepted without effect", "Refused by name")

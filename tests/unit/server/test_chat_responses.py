@@ -23,10 +23,10 @@ from wingbeat.core.support import encode_support
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Generate, TokenChunk
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.calls import Choice, TextDelta
-from wingbeat.server.dialects.chat import CHAT
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
-from wingbeat.server.error_answers import error_body, error_headers, error_response
+from wingbeat.server.calls.dialects.chat import CHAT
+from wingbeat.server.calls.model_call import Choice, TextDelta
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
+from wingbeat.server.http.error_answers import error_body, error_headers, error_response
 from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.timelines import count_untrainable
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from wingbeat.core.errors import ConflictError
-from wingbeat.server import client_groups
-from wingbeat.server.client_groups import ClientGroups, is_client_group
+from wingbeat.server.episodes import client_groups
+from wingbeat.server.episodes.client_groups import ClientGroups, is_client_group
 
 
 def test_a_name_is_found_until_its_group_closes() -> None:

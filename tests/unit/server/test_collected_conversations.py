@@ -16,12 +16,12 @@ from wingbeat.core.errors import EpisodeClosed, InvalidReward, RequestError, Una
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
 from wingbeat.core.types import Outcome, Split
 from wingbeat.core.worker_protocol import Generate
-from wingbeat.server.collect_setup import make_collecting
-from wingbeat.server.conversation_files import ConversationFiles, Marks, Opened, Taken
-from wingbeat.server.conversations import Conversation, ConversationBook
-from wingbeat.server.keys import KeyRing, digest
-from wingbeat.server.principals import Principal, Role
-from wingbeat.server.routes_calls import ModelCalls
+from wingbeat.server.calls.routes import ModelCalls
+from wingbeat.server.collect.conversation_files import ConversationFiles, Marks, Opened, Taken
+from wingbeat.server.collect.conversations import Conversation, ConversationBook
+from wingbeat.server.collect.setup import make_collecting
+from wingbeat.server.keys.principals import Principal, Role
+from wingbeat.server.keys.ring import KeyRing, digest
 from wingbeat.tracking.messages import Message, ToolCall
 from wingbeat.tracking.prefix_digests import PrefixWalk
 from wingbeat.tracking.serialize import load_graph

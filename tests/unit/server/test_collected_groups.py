@@ -14,8 +14,8 @@ from wingbeat.core.samples import EpisodeSamples, TrainingSample
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, GroupSpec
 from wingbeat.dataflow.staleness import StalenessGate
-from wingbeat.server.collected_groups import CollectedGroups, Settled
-from wingbeat.server.conversations import group_id_of, new_episode_id
+from wingbeat.server.collect.conversations import group_id_of, new_episode_id
+from wingbeat.server.collect.groups import CollectedGroups, Settled
 
 
 def conversation(*versions: int, split: Split = Split.TRAIN, agents: int = 1) -> ClosedGroup:

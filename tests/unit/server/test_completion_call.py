@@ -15,9 +15,9 @@ from wingbeat.core.errors import RequestError, UnsupportedField
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Generate
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.calls import Choice, ModelCall, TextDelta, TextPrompt, TokenPrompt
-from wingbeat.server.dialects.completions import COMPLETIONS, HONOURED, NO_EFFECT, REFUSED_UNLESS
-from wingbeat.server.episodes import OpenEpisode
+from wingbeat.server.calls.dialects.completions import COMPLETIONS, HONOURED, NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.model_call import Choice, ModelCall, TextDelta, TextPrompt, TokenPrompt
+from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.tracking.graph import EpisodeGraph
 
 FIELDS = sorted(HONOURED | NO_EFFECT | set(REFUSED_UNLESS) | {"made_up"})

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from wingbeat.core.addresses import server_address
 from wingbeat.core.config.server import ServerConfig
-from wingbeat.server import deciders
-from wingbeat.server.deciders import Deciders
-from wingbeat.server.transactions import TransactionState
+from wingbeat.server.teams import deciders
+from wingbeat.server.teams.deciders import Deciders
+from wingbeat.server.teams.transactions import TransactionState
 
 T = "t" * 22
 

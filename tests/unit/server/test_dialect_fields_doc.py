@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.server.dialects.messages import parse as messages
-from wingbeat.server.dialects.responses import parse as responses
+from wingbeat.server.calls.dialects.messages import parse as messages
+from wingbeat.server.calls.dialects.responses import parse as responses
 
 FOLDER = Path(__file__).parents[3] / "docs" / "reference"
 PAGES: dict[str, dict[str, Set[str]]] = {

@@ -28,9 +28,9 @@ from wingbeat.core.errors import (
     WingbeatError,
 )
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.server.calls import ChatPrompt, Choice, ModelCall, Prepared, TextDelta, ToolChoice
-from wingbeat.server.dialects.messages import MESSAGES
-from wingbeat.server.dialects.messages.parse import NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.dialects.messages import MESSAGES
+from wingbeat.server.calls.dialects.messages.parse import NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.model_call import ChatPrompt, Choice, ModelCall, Prepared, TextDelta, ToolChoice
 from wingbeat.tracking.messages import Message, ToolCall, parse_messages
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

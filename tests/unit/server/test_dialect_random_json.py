@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from wingbeat.core.errors import RequestError
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.server.calls import ChatPrompt, Choice, ModelCall, Prepared, TextPrompt
-from wingbeat.server.dialects import chat, completions
-from wingbeat.server.dialects.base import Dialect
-from wingbeat.server.dialects.messages import MESSAGES
-from wingbeat.server.dialects.messages import parse as messages
-from wingbeat.server.dialects.responses import RESPONSES
-from wingbeat.server.dialects.responses import parse as responses
+from wingbeat.server.calls.dialects import chat, completions
+from wingbeat.server.calls.dialects.base import Dialect
+from wingbeat.server.calls.dialects.messages import MESSAGES
+from wingbeat.server.calls.dialects.messages import parse as messages
+from wingbeat.server.calls.dialects.responses import RESPONSES
+from wingbeat.server.calls.dialects.responses import parse as responses
+from wingbeat.server.calls.model_call import ChatPrompt, Choice, ModelCall, Prepared, TextPrompt
 from wingbeat.tracking.messages import Message
 
 WORDS = [

@@ -23,10 +23,10 @@ from wingbeat.core.errors import (
     WingbeatError,
 )
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.server.calls import ChatPrompt, Choice, ModelCall, Prepared, TextDelta, ToolChoice
-from wingbeat.server.dialects.responses import RESPONSES
-from wingbeat.server.dialects.responses.items import decrypt_reasoning, encrypt_reasoning
-from wingbeat.server.dialects.responses.parse import NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.dialects.responses import RESPONSES
+from wingbeat.server.calls.dialects.responses.items import decrypt_reasoning, encrypt_reasoning
+from wingbeat.server.calls.dialects.responses.parse import NO_EFFECT, REFUSED_UNLESS
+from wingbeat.server.calls.model_call import ChatPrompt, Choice, ModelCall, Prepared, TextDelta, ToolChoice
 from wingbeat.tracking.messages import Message, ToolCall, parse_messages
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

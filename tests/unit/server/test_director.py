@@ -11,7 +11,7 @@ from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
 from wingbeat.core.types import Split
 from wingbeat.server.director import Director, DirectorParts
-from wingbeat.server.policies import TrainerState
+from wingbeat.server.policies.host import TrainerState
 from wingbeat.server.signals import Changed
 
 

@@ -21,8 +21,8 @@ from wingbeat.core.errors import (
 )
 from wingbeat.core.protocol import AbortRequest, BeginRequest, FinishRequest, LeaseRequest
 from wingbeat.core.types import OUTCOME_OF, REPORTABLE, UNSAID, Cause, FinishReason, Outcome, Split, Task
-from wingbeat.server.endings import fault_of_call
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
+from wingbeat.server.episodes.endings import fault_of_call
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]

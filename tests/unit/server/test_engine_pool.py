@@ -26,9 +26,9 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
-from wingbeat.server.engines import EnginePool
-from wingbeat.server.sessions import EngineSession, SessionParts
 from wingbeat.server.signals import Changed
+from wingbeat.server.workers.engines import EnginePool
+from wingbeat.server.workers.sessions import EngineSession, SessionParts
 
 
 class Flights:

@@ -11,7 +11,7 @@ import pytest
 from wingbeat.core.errors import NoEngine
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.worker_protocol import Abort, Generate, TokenChunk
-from wingbeat.server.engines import EnginePool
+from wingbeat.server.workers.engines import EnginePool
 
 
 class Queue:

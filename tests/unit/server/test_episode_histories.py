@@ -53,7 +53,7 @@ from wingbeat.core.errors import (
 from wingbeat.core.protocol import AbortRequest, BeginRequest, FinishRequest, LeaseRequest
 from wingbeat.core.types import FinishReason, Outcome, Split
 from wingbeat.dataflow.records import finish_digest
-from wingbeat.server.recovery import find_attempt
+from wingbeat.server.episodes.recovery import find_attempt
 from wingbeat.tracking.messages import Message
 
 T = TypeVar("T")

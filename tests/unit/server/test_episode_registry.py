@@ -15,10 +15,10 @@ from wingbeat.core.errors import (
 )
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server import episodes
-from wingbeat.server.episodes import TRANSITIONS, EpisodeRegistry, EpisodeState, OpenEpisode
-from wingbeat.server.keys import KeyRing, digest
-from wingbeat.server.replays import Fingerprint
+from wingbeat.server.calls.replays import Fingerprint
+from wingbeat.server.episodes import registry as episodes
+from wingbeat.server.episodes.registry import TRANSITIONS, EpisodeRegistry, EpisodeState, OpenEpisode
+from wingbeat.server.keys.ring import KeyRing, digest
 from wingbeat.tracking.graph import EpisodeGraph
 
 GROUP = GroupSpec("g", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.server.fairness import FORGET_ABOVE, FairQueue, FairShares
+from wingbeat.server.calls.fairness import FORGET_ABOVE, FairQueue, FairShares
 
 
 def test_a_flooder_gets_its_share_only() -> None:

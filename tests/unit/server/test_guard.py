@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from wingbeat.server.guard import Guard, host_name
-from wingbeat.server.keys import KeyRing
+from wingbeat.server.http.guard import Guard, host_name
+from wingbeat.server.keys.ring import KeyRing
 
 
 async def status_of(guard: Guard, **headers: str) -> int:

@@ -9,8 +9,8 @@ import pytest
 
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
-from wingbeat.server.health import HealthWatch
 from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.policies.health import HealthWatch
 
 pytestmark = pytest.mark.unit
 

@@ -21,8 +21,8 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.records import EpisodeRecord
-from wingbeat.server.issuing import MAX_SKIPS, AtWork, Issuer
-from wingbeat.server.source_metrics import SourceMeter
+from wingbeat.server.episodes.issuing import MAX_SKIPS, AtWork, Issuer
+from wingbeat.server.episodes.source_metrics import SourceMeter
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from wingbeat.core.errors import NotFoundError, RequestError, SetupError
-from wingbeat.server.key_file import KeyFile, NewKey, key_file_path
-from wingbeat.server.principals import Role
+from wingbeat.server.keys.file import KeyFile, NewKey, key_file_path
+from wingbeat.server.keys.principals import Role
 
 
 def test_only_digests_are_at_rest_and_only_for_the_owner(tmp_path: Path) -> None:

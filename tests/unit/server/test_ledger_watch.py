@@ -18,7 +18,7 @@ from wingbeat.dataflow.ledger_backup import restore
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.server.ledger_watch import LedgerWatch
-from wingbeat.server.policies import TrainerState
+from wingbeat.server.policies.host import TrainerState
 
 Course = Any
 

@@ -16,10 +16,10 @@ from uvicorn.server import ServerState
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Abort, Generate
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
-from wingbeat.server.keys import digest
-from wingbeat.server.replays import ReplayBook
-from wingbeat.server.routes_calls import ModelCalls
+from wingbeat.server.calls.replays import ReplayBook
+from wingbeat.server.calls.routes import ModelCalls
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
+from wingbeat.server.keys.ring import digest
 from wingbeat.tracking.graph import EpisodeGraph
 
 KEY = "wb-ep-key"

@@ -21,8 +21,8 @@ from wingbeat.core.worker_protocol import (
     decode_from_control,
     encode_frame,
 )
-from wingbeat.server.hub import Outbox, WorkerHub
-from wingbeat.server.keys import KeyRing
+from wingbeat.server.keys.ring import KeyRing
+from wingbeat.server.workers.hub import Outbox, WorkerHub
 
 REGISTER = Register(PROTOCOL_VERSION, "engine", "engine-0", "host", 1)
 WELCOME = Welcome("engine-0", 1.0, (), "run", 0)

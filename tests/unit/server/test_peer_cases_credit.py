@@ -12,7 +12,7 @@ from wingbeat.core.errors import InvalidReward
 from wingbeat.core.protocol import BeginRequest, FinishRequest, LeaseRequest, Rewards
 from wingbeat.core.samples import EpisodeSamples
 from wingbeat.core.types import FinishReason, Outcome, Split
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]

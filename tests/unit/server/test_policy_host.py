@@ -23,7 +23,7 @@ from wingbeat.core.worker_protocol import (
     UnpinVersion,
 )
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.policies import TrainerState
+from wingbeat.server.policies.host import TrainerState
 
 Make = Callable[..., Manifest]
 Course = Any

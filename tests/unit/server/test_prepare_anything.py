@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from wingbeat.core.errors import WingbeatError
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.dialects.base import Dialect
-from wingbeat.server.dialects.chat import CHAT
-from wingbeat.server.dialects.completions import COMPLETIONS
-from wingbeat.server.dialects.messages import MESSAGES
-from wingbeat.server.dialects.responses import RESPONSES
-from wingbeat.server.episodes import OpenEpisode
+from wingbeat.server.calls.dialects.base import Dialect
+from wingbeat.server.calls.dialects.chat import CHAT
+from wingbeat.server.calls.dialects.completions import COMPLETIONS
+from wingbeat.server.calls.dialects.messages import MESSAGES
+from wingbeat.server.calls.dialects.responses import RESPONSES
+from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.tracking.graph import EpisodeGraph
 
 TEXT = st.text(max_size=6) | st.sampled_from(["<|im_end|>", "<tool_call>", "{", "é", "\x00", "{{ x }}", "\udcff"])

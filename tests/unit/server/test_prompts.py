@@ -10,9 +10,9 @@ import pytest
 from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.calls import ChatPrompt, ModelCall, TextPrompt
-from wingbeat.server.episodes import OpenEpisode
-from wingbeat.server.prompts import remember, resolve_prompt, with_kept_tools
+from wingbeat.server.calls.model_call import ChatPrompt, ModelCall, TextPrompt
+from wingbeat.server.calls.prompts import remember, resolve_prompt, with_kept_tools
+from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.messages import Message
 from wingbeat.tracking.turns import PromptPlan, Turn

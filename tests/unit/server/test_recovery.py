@@ -18,8 +18,8 @@ from wingbeat.core.types import Cause, FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.lineages import Ancestry, Lineage
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
-from wingbeat.server.recovery import asked_again, find_attempt
+from wingbeat.server.episodes.recovery import asked_again, find_attempt
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]
@@ -184,7 +184,7 @@ async def test_a_wall_clock_that_jumps_changes_nothing(
     replies: list[BeginReply] = []
     for number, wall in enumerate((4e9, 1.0)):
         monkeypatch.setattr(desk.ledger, "_clock", lambda wall=wall: wall)
-        monkeypatch.setattr("wingbeat.server.begins.time.time", lambda wall=wall: wall)
+        monkeypatch.setattr("wingbeat.server.episodes.begins.time.time", lambda wall=wall: wall)
         replies.append((await begun(desk, f"key-{number}"))[0])
     monkeypatch.undo()
     begun_ids = [(a.begin.episode_id, a.begin.attempt) for a in desk.ledger.running_attempts()]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from wingbeat.core.errors import IdempotencyConflict
-from wingbeat.server.replays import Fingerprint, ReplayBook, SeenCalls
+from wingbeat.server.calls.replays import Fingerprint, ReplayBook, SeenCalls
 
 
 class FakeRun:

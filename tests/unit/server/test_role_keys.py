@@ -8,9 +8,9 @@ import pytest
 
 from wingbeat.core.errors import AuthenticationError, PermissionDenied
 from wingbeat.core.keys import digest_of, hashed, is_hashed
-from wingbeat.server.key_file import KeyFile, NewKey
-from wingbeat.server.keys import EPISODE_PREFIX, KeyRing, OwnKeys, bearer, digest, new_episode_key
-from wingbeat.server.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS, MAY_WORK, Role
+from wingbeat.server.keys.file import KeyFile, NewKey
+from wingbeat.server.keys.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS, MAY_WORK, Role
+from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, OwnKeys, bearer, digest, new_episode_key
 
 
 class Clock:

@@ -16,7 +16,7 @@ from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.core.worker_protocol import BeginLineage, KeepVersions, ReleaseVersion, UpdateWeights
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.policies import TrainerState
+from wingbeat.server.policies.host import TrainerState
 
 Course = Any
 NO_REPLAY = {"solver": {"trainer": {"replay": False}}}

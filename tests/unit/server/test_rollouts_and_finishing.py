@@ -35,7 +35,7 @@ from wingbeat.core.protocol import (
 )
 from wingbeat.core.types import FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.server.status import NO_TASKS
 from wingbeat.tracking.messages import Message
 

@@ -8,7 +8,7 @@ import pytest
 
 from wingbeat.core.errors import SetupError
 from wingbeat.core.types import Split, Task
-from wingbeat.server.sources import SavedSource, load_sources, save_source
+from wingbeat.server.episodes.sources import SavedSource, load_sources, save_source
 
 
 @pytest.mark.parametrize(("old", "new"), [("27", "28"), ('"tasks"', '"tasks'), ("t1", "t2")])

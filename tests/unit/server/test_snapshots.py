@@ -12,7 +12,7 @@ import pytest
 
 from wingbeat.core.config import Config
 from wingbeat.core.worker_protocol import Manifest, UpdateWeights
-from wingbeat.server.snapshots import Snapshots
+from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.weights.host import host_id
 
 OpenDesk = Callable[..., Any]

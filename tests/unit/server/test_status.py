@@ -9,8 +9,8 @@ import pytest
 
 from wingbeat.core.protocol import BeginReply, BeginRequest, FinishRequest, GroupModel, TaskModel
 from wingbeat.dataflow.dealer import TaskDealer
+from wingbeat.server.episodes.untrained import IN_A_ROW
 from wingbeat.server.status import NO_TASKS, blockers
-from wingbeat.server.untrained import IN_A_ROW
 
 
 @pytest.fixture

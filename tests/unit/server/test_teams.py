@@ -22,8 +22,8 @@ from wingbeat.core.protocol import (
 from wingbeat.core.types import Cause, FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.dataflow.ledger_schema import AttemptState
-from wingbeat.server.episodes import EpisodeState, OpenEpisode
-from wingbeat.server.transactions import FIRST_ASK_S, TransactionState
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
+from wingbeat.server.teams.transactions import FIRST_ASK_S, TransactionState
 from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.worker_protocol import TokenChunk
-from wingbeat.server.text import Generated, TextStream
-from wingbeat.server.visible import TextRules
+from wingbeat.server.calls.text import Generated, TextStream
+from wingbeat.server.calls.visible import TextRules
 from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK
 from wingbeat.tracking.messages import Message
 from wingbeat.tracking.parsing import parse_reply

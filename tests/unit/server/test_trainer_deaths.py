@@ -29,9 +29,9 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
-from wingbeat.server.engines import EnginePool
-from wingbeat.server.flights import EngineLink
-from wingbeat.server.policies import TrainerState
+from wingbeat.server.calls.flights import EngineLink
+from wingbeat.server.policies.host import TrainerState
+from wingbeat.server.workers.engines import EnginePool
 
 STEPS = 14
 DEATHS = 40

@@ -14,7 +14,7 @@ import pytest
 
 from wingbeat.client.team_protocol import Answer, Coordinator, Phase, Verb
 from wingbeat.core.errors import ConflictError, NotFoundError
-from wingbeat.server.transactions import (
+from wingbeat.server.teams.transactions import (
     FIRST_ASK_S,
     MAX_ASK_S,
     TRANSITIONS,

@@ -23,10 +23,10 @@ from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
 from wingbeat.dataflow.variants import Asker
-from wingbeat.server.episodes import EpisodeState
+from wingbeat.server.episodes.registry import EpisodeState
 from wingbeat.server.signals import Changed
-from wingbeat.server.variant_metrics import SHOWN, VariantMeter
-from wingbeat.server.variants import VariantParts, Variants
+from wingbeat.server.variants.metrics import SHOWN, VariantMeter
+from wingbeat.server.variants.variants import VariantParts, Variants
 
 OLD, NEW = Variant("", "aa"), Variant("", "bb")
 

@@ -9,10 +9,10 @@ import pytest
 
 from wingbeat.core.errors import InvalidReward, RequestError, UnsupportedField
 from wingbeat.core.protocol import BeginRequest, FinishRequest, LeaseRequest, TaskSourceRequest, Wire
-from wingbeat.server.dialects.chat import CHAT
-from wingbeat.server.dialects.messages import MESSAGES
-from wingbeat.server.routes_calls import base_url_hint, dialect_of
-from wingbeat.server.bodies import parse
+from wingbeat.server.calls.dialects.chat import CHAT
+from wingbeat.server.calls.dialects.messages import MESSAGES
+from wingbeat.server.calls.routes import base_url_hint, dialect_of
+from wingbeat.server.http.bodies import parse
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from wingbeat.core.support import decode_support, encode_support
 from wingbeat.core.worker_protocol import Manifest, decode_from_control, decode_from_worker
 from wingbeat.dataflow.ledger_decoding import decode_samples
 from wingbeat.environments.calculator.tokenizer import write_tokenizer
-from wingbeat.server.sources import load_sources
+from wingbeat.server.episodes.sources import load_sources
 from wingbeat.tracking.serialize import load_graph, load_turns
 from wingbeat.trainer.checkpoint import CheckpointStore
 from wingbeat.trainer.models import load_model

@@ -69,7 +69,7 @@ class DataflowConfig(Section):
     episode_deadline_s: float | None = Field(
         default=None,
         gt=0,
-        description="The longest life of an attempt, however alive its client is: then it ends as `timeout` and its slot"
+        description="The longest life of an attempt, however alive its client is: it then ends as `timeout`, its slot"
         " reopens; unset: none. A restart of the server begins it anew.",
     )
     ledger_backup_s: float = Field(

@@ -1,0 +1,1 @@
+"""Model calls: dialects, prompts, generation, retries."""

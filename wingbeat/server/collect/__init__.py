@@ -1,0 +1,1 @@
+"""Conversations of an application become episodes, and feedback their rewards."""

@@ -1,1 +1,0 @@
-"""Wire dialects: pure functions between a client's JSON and :mod:`wingbeat.server.calls`."""

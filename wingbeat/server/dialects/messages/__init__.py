@@ -1,5 +1,0 @@
-"""Anthropic's ``/v1/messages``, threads included, as pure functions.  ``docs/reference/messages-fields.md``."""
-
-from wingbeat.server.dialects.messages.dialect import MESSAGES, MessagesDialect
-
-__all__ = ["MESSAGES", "MessagesDialect"]

@@ -1,5 +1,0 @@
-"""OpenAI's ``/v1/responses`` as pure functions.  ``docs/reference/responses-fields.md``."""
-
-from wingbeat.server.dialects.responses.dialect import RESPONSES, ResponsesDialect
-
-__all__ = ["RESPONSES", "ResponsesDialect"]

@@ -1,0 +1,1 @@
+"""The life of an episode: lease, begin, finish, groups, recovery."""

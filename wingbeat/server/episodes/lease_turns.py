@@ -1,0 +1,95 @@
+"""Who gets the next lease: clients that wait for work are served in turn, one lease each.
+
+First come first served would hand a client that asks a thousand times nearly everything there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from wingbeat.core.protocol import LeaseRequest
+from wingbeat.dataflow.groups import SlotTicket
+from wingbeat.server.calls.fairness import FairShares
+from wingbeat.server.episodes.issuing import Sources
+from wingbeat.server.limits import Quota
+from wingbeat.server.signals import Changed
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One lease call."""
+
+    request: LeaseRequest
+    sources: Sources
+    got: list[SlotTicket] = field(default_factory=list[SlotTicket])
+    """Its own until :meth:`LeaseTurns.leave`."""
+
+    @property
+    def client(self) -> str:
+        return self.request.client_id
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.got) >= self.request.max_leases
+
+    @property
+    def wants(self) -> object:
+        """Two calls that want the same are both in vain, or neither is."""
+        return (tuple(self.request.splits), self.sources, self.request.code, self.request.label)
+
+
+class LeaseTurns:
+    """Runs on control's event loop; every method decides at once."""
+
+    def __init__(
+        self, take: Callable[[LeaseRequest, Sources], SlotTicket | None], *, quota: Quota, changed: Changed
+    ) -> None:
+        """``take`` hands out one slot, or None where there is none for such a request."""
+        self._take = take
+        self._quota = quota
+        self._changed = changed
+        self._shares = FairShares()
+        self._waiters: dict[Waiter, None] = {}
+        self._served_at = -1
+
+    def join(self, request: LeaseRequest, sources: Sources) -> Waiter:
+        """A call begins.  Raises LimitReached where its client holds all the leases that it may."""
+        self._quota.check(request.client_id)
+        waiter = Waiter(request, sources)
+        self._waiters[waiter] = None
+        return waiter
+
+    def serve(self, waiter: Waiter) -> None:
+        """Hand out what there is: to everybody where something has changed, else to this newcomer alone."""
+        if self._served_at != self._changed.count:
+            self._served_at = self._changed.count
+            self._serve(list(self._waiters))
+        elif not waiter.got:
+            self._serve([waiter])
+
+    def _serve(self, waiters: list[Waiter]) -> None:
+        queues: dict[str, deque[Waiter]] = {}
+        for waiter in waiters:
+            queues.setdefault(waiter.client, deque()).append(waiter)
+        in_vain: set[object] = set()
+        while queues:
+            client = self._shares.next(queues)
+            queue = queues[client]
+            while queue and (queue[0].is_full or queue[0].wants in in_vain):
+                queue.popleft()
+            if not queue or self._quota.room(client) < 1:
+                del queues[client]
+                continue
+            ticket = self._take(queue[0].request, queue[0].sources)
+            if ticket is None:
+                in_vain.add(queue[0].wants)
+                continue
+            queue[0].got.append(ticket)
+            self._quota.add(client)
+            self._shares.charge(client)
+
+    def leave(self, waiter: Waiter) -> None:
+        """The call ends."""
+        del self._waiters[waiter]

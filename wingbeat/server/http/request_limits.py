@@ -1,0 +1,103 @@
+"""Limits on requests as such: how many there are, and how many bytes of them are in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from wingbeat.core.errors import AuthenticationError, WingbeatError
+from wingbeat.core.protocol import CLIENT_HEADER, MAX_NAME
+from wingbeat.server.control import Control
+from wingbeat.server.http.error_answers import error_headers, error_response
+from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer
+from wingbeat.server.limits import BODY_UNIT, Limits, TooFast
+
+UNLIMITED = frozenset({"/healthz", "/metrics"})
+"""Asked by those who watch the server, above all when it is busy."""
+KEY_HEADERS = ("authorization", "x-api-key")
+
+
+class BodyHold:
+    """A request's body, for as long as it is received and read.  Small ones are not worth the trouble."""
+
+    __slots__ = ("_client", "_held", "_limits")
+
+    def __init__(self, limits: Limits, client: str) -> None:
+        self._limits = limits
+        self._client = client
+        self._held = 0
+
+    def admit(self, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
+        """Count the request; where its body comes from then.  Raises LimitReached."""
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit():
+            size = int(declared)
+            self._limits.rate.spend(self._client, 1 + size // BODY_UNIT)
+            if size > BODY_UNIT:
+                self._take(size)
+            return receive
+        self._limits.rate.spend(self._client)
+        return self._metered(receive) if b"transfer-encoding" in headers else receive
+
+    def _metered(self, receive: Receive) -> Receive:
+        """Of a body whose length nobody told."""
+
+        async def metered() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                self._take(len(message.get("body", b"")))
+            return message
+
+        return metered
+
+    def _take(self, size: int) -> None:
+        self._limits.bodies.take(self._client, size)
+        self._held += size
+
+    def release(self) -> None:
+        """It has been read; twice is harmless."""
+        if self._held:
+            self._limits.bodies.give(self._client, self._held)
+            self._held = 0
+
+
+class RequestLimits:
+    """In front of everything but the model calls, which count for themselves."""
+
+    def __init__(self, control: Control, keys: KeyRing, app: ASGIApp) -> None:
+        self._control = control
+        self._keys = keys
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in UNLIMITED:
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        hold = BodyHold(self._control.limits, self._client(headers, scope))
+        try:
+            own = hold.admit(headers, receive)
+        except WingbeatError as refusal:
+            if isinstance(refusal, TooFast):
+                await asyncio.sleep(refusal.pause_s)
+            await error_response(refusal, error_headers(refusal))(scope, receive, send)
+            return
+        try:
+            await self._app(scope, own, send)
+        finally:
+            hold.release()
+
+    def _client(self, headers: Mapping[bytes, bytes], scope: Scope) -> str:
+        """Whose request it is: an episode's client, a key of the key file, a name; of nobody, its address."""
+        wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
+        name = headers.get(CLIENT_HEADER.encode(), b"").decode("latin-1")[:MAX_NAME]
+        try:
+            if bearer(wanted).startswith(EPISODE_PREFIX):
+                return self._control.registry.by_key(wanted).client
+            client = self._keys.principal(wanted).client(name)
+        except AuthenticationError:
+            client = ""  # also slows down who guesses keys
+        address = scope.get("client")
+        return client or f"@{address[0] if address else ''}"

@@ -1,0 +1,1 @@
+"""A policy, its trainer and its versions."""

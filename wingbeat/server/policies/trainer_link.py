@@ -1,0 +1,297 @@
+"""One policy's trainer: it comes and goes, catches up, or goes back and begins a new lineage.
+
+A trainer that comes back at an earlier step is sent the logged batches again, in order, until it stands where
+control stands.  Where that cannot be (replay is off or fails, batches are missing, what it holds was abandoned,
+its weights are not the same bytes), the trainer keeps what it has, and control goes back to it::
+
+    control                          trainer
+      BeginLineage(L + 1)  ────────▶   (a failed step: back to its checkpoint)
+                           ◀────────   TrainerReady(step c, lineage L + 1, based on lineage l)
+      ledger.begin_lineage, then: version c, lost samples back in the buffer, engines told
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.worker_protocol import (
+    BeginLineage,
+    CheckpointSaved,
+    ControlMessage,
+    Export,
+    Exported,
+    Failed,
+    Manifest,
+    StepDone,
+    TrainerReady,
+    TrainStep,
+)
+from wingbeat.dataflow.lineages import Lineage
+from wingbeat.server.policies.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    from wingbeat.server.policies.host import PolicyHost
+
+Send = Callable[[ControlMessage], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A lineage that the trainer was told to begin."""
+
+    lineage: int
+    reason: str
+
+
+class TrainerLink:
+    """Runs on control's event loop."""
+
+    def __init__(self, host: PolicyHost) -> None:
+        self._host = host
+        self.worker_id = ""
+        """The worker that last connected as this policy's trainer."""
+        self.problem = ""
+        """What keeps it from going on although nothing has failed for good."""
+        self.warnings: list[str] = []
+        """Checkpoints that it could not use."""
+        self._send: Send | None = None
+        self._given = ""
+        """The batch that this connection was given last: never twice, whatever order its messages come in."""
+        self._proposal: Proposal | None = None
+        self._rollback: asyncio.Task[None] | None = None
+        self._waiting: TrainerReady | None = None
+        """Came while a rollback was being made durable."""
+        self._exports: dict[str, asyncio.Future[Exported]] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        return self._send is not None
+
+    @property
+    def is_rolling_back(self) -> bool:
+        """Between the trainer's new lineage and its record in the ledger: what waits is not known yet."""
+        return self._rollback is not None
+
+    def send(self, message: ControlMessage) -> None:
+        """To the trainer, if there is one now."""
+        if self._send is not None:
+            self._send(message)
+
+    def give(self, batch: TrainingBatch) -> None:
+        """Have it take a step."""
+        if batch.batch_id != self._given:
+            self._given = batch.batch_id
+            self.send(TrainStep(batch=batch))
+
+    def joined(self, send: Send, *, worker_id: str = "") -> None:
+        """A trainer is connected; a worker that returns takes its own earlier connection over."""
+        if self._send is not None:
+            self.left()
+        self.worker_id = worker_id
+        self._send = send
+
+    def left(self, send: Send | None = None, *, expected: bool = False) -> None:
+        """The trainer died; its successor is given the pending step.
+
+        ``send`` names the one that left: nothing happens where a successor took over already.
+        ``expected``: it was told to end, which is no loss.
+        """
+        if send is not None and self._send is not send:
+            return
+        self._send = self._proposal = self._waiting = None
+        self.problem = self._given = ""
+        self._host.become(TrainerState.ABSENT)
+        for future in self._exports.values():
+            if not future.done():
+                future.set_exception(ConnectionError(f"the trainer of {self._host.name!r} went away"))
+        self._exports.clear()
+        if not expected:
+            self._emit("trainer_lost", version=self._host.version)
+
+    # --- catching up --------------------------------------------------------------------------
+
+    def ready(self, message: TrainerReady) -> None:
+        """Where a (new or returned) trainer stands; bring it to where control stands, or the other way round."""
+        if self._rollback is not None:
+            self._waiting = message
+            return
+        host, step, lineage = self._host, message.step, message.manifest.lineage
+        self._emit("trainer_ready", step=step, version=host.version)
+        self._tell_of_damage(message)
+        if self._has_lost_all(message):
+            return
+        if self._proposal is not None and lineage == self._proposal.lineage:
+            self._begin_lineage(message, self._proposal.reason)
+        elif lineage > host.ancestry.current:
+            self._begin_lineage(message, "the trainer had begun it when control died")
+        elif not host.ancestry.contains(lineage, step):
+            self._propose(f"the trainer holds step {step} of lineage {lineage}, which was abandoned")
+        elif step > host.version:
+            self._await_unheard(step)
+        elif step == host.version:
+            self._stands_with_us(message.manifest)
+        else:
+            self._replay(message)
+
+    def _tell_of_damage(self, message: TrainerReady) -> None:
+        """Its checkpoints are not all what was written: an older one serves, which a replay makes exact."""
+        place = f"step {message.step}" if message.step else "the beginning"
+        self.warnings = [
+            f"a checkpoint of {self._host.name!r} is damaged, its trainer goes on from {place}: {one}"
+            for one in message.damaged
+        ]
+        for one in message.damaged:
+            self._emit("checkpoint_corrupt", step=message.step, checkpoint=one)
+
+    def _has_lost_all(self, message: TrainerReady) -> bool:
+        """Whether nothing but the beginning is left, and nothing may be replayed: then people decide."""
+        host = self._host
+        if not message.damaged or message.step or not host.version or host.config.trainer.replay:
+            return False
+        host.halt(
+            f"training of {host.name!r} stopped: no checkpoint of it can be used ({'; '.join(message.damaged)});"
+            f" either put an intact one back, or set trainer.replay = true to repeat all {host.version} steps from the"
+            " ledger, or start a new run directory"
+        )
+        return True
+
+    def _await_unheard(self, step: int) -> None:
+        """It ended a step of which we did not hear (control or the link died meanwhile): its StepDone follows."""
+        pending = self._host.loop.pending
+        if pending is None or pending.step != step:
+            self._propose(f"the trainer holds step {step}, but the ledger has no batch of it")
+            return
+        self._host.become(TrainerState.TRAINING)
+
+    def _replay(self, message: TrainerReady) -> None:
+        """Send the logged batches from the trainer's step to ours."""
+        host, step = self._host, message.step
+        batches = [b for b in host.context.ledger.batches_after(host.name, step) if b.step <= host.version]
+        if not host.config.trainer.replay:
+            self._propose("replay is off")
+        elif [batch.step for batch in batches] != list(range(step + 1, host.version + 1)):
+            self._propose(f"the ledger misses batches between steps {step} and {host.version}")
+        else:
+            host.versions.release_unknown(message.manifest)
+            host.become(TrainerState.REPLAYING)
+            for batch in batches:
+                self.send(TrainStep(batch=batch, replay=True))
+
+    def step_done(self, message: StepDone) -> None:
+        """A step was taken, or repeated.
+
+        What comes unasked (a trainer says its last step again, or ends one before it says where it stands) may be
+        of the weights that it will have served next.
+        """
+        host = self._host
+        self.problem = ""
+        pending = host.loop.pending
+        if self._proposal is not None:
+            return
+        if pending is not None and message.batch_id == pending.batch_id:
+            host.count_step(message)
+        elif host.state is TrainerState.REPLAYING and message.step == host.version:
+            self._stands_with_us(message.manifest)
+        elif host.state is TrainerState.REPLAYING and host.live_checksum != message.manifest.checksum:
+            host.versions.release_unknown(message.manifest)
+
+    def _stands_with_us(self, manifest: Manifest) -> None:
+        """The trainer is at our step: its weights must be the bytes that are served."""
+        host = self._host
+        exact = host.live_checksum in ("", manifest.checksum)
+        if host.state is TrainerState.REPLAYING or not exact:
+            self._emit("replayed", step=host.version, exact=exact)
+        if exact:
+            host.adopt(manifest)
+            host.versions.sweep()
+            host.become(TrainerState.READY)
+        else:
+            self._propose(f"its replay to step {host.version} gave other weights (inexact)")
+
+    # --- lineages -----------------------------------------------------------------------------
+
+    def _propose(self, reason: str) -> None:
+        """Have the trainer begin a lineage from what it holds."""
+        self._proposal = Proposal(self._host.ancestry.current + 1, reason)
+        self._host.become(TrainerState.ROLLING_BACK)
+        self.send(BeginLineage(policy=self._host.name, lineage=self._proposal.lineage))
+
+    def _begin_lineage(self, message: TrainerReady, reason: str) -> None:
+        """The trainer has begun it: control goes back to where it stands."""
+        self._proposal = None
+        self._host.become(TrainerState.ROLLING_BACK)
+        write = self._host.roll_back(base_lineage=message.base_lineage, base_step=message.step, reason=reason)
+        self._rollback = asyncio.create_task(
+            self._finish_rollback(write, message.manifest, trainer=self._send), name=f"rollback-{self._host.name}"
+        )
+
+    async def _finish_rollback(self, write: Future[Lineage], manifest: Manifest, *, trainer: Send | None) -> None:
+        """Once the ledger has it: the lost samples wait again, the engines are told, and training goes on."""
+        await asyncio.wait([asyncio.wrap_future(write)])
+        if write.exception() is not None:
+            return  # a failed write ends control
+        self._rollback = None
+        self._host.refill(manifest)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.ready(waiting)
+        elif self._send is trainer and trainer is not None:
+            self._host.versions.sweep()
+            self._host.become(TrainerState.READY)
+
+    # --- other commands -----------------------------------------------------------------------
+
+    def failed(self, message: Failed) -> None:
+        """A command failed at the trainer: a failed step ends training, with its reason in the status."""
+        self._emit("trainer_failed", command=message.command, error=message.error)
+        match message.command:
+            case "train_step" if self._proposal is None and self._host.state is not TrainerState.ABSENT:
+                # (before it says where it stands, it speaks of an earlier connection: it fails again if it must)
+                if self._host.state is TrainerState.REPLAYING:
+                    self._propose(f"its replay failed: {message.error}")
+                else:
+                    self._host.halt(f"training of {self._host.name!r} stopped: {message.error}")
+            case "begin_lineage":
+                self._host.halt(f"training of {self._host.name!r} stopped: no new lineage: {message.error}")
+            case "publish_weights":
+                self.problem = f"the trainer of {self._host.name!r} cannot publish its weights: {message.error}"
+            case "export":
+                for future in self._exports.values():
+                    if not future.done():
+                        future.set_exception(RuntimeError(f"export failed: {message.error}"))
+                self._exports.clear()
+            case _:
+                pass
+        self._host.context.changed.notify()
+
+    def checkpoint_saved(self, message: CheckpointSaved) -> None:
+        context = self._host.context
+        context.watch(
+            context.ledger.record_checkpoint(
+                self._host.name, step=message.step, path=message.path, lineage=message.lineage
+            )
+        )
+        self.warnings = []
+        self._emit("checkpoint", step=message.step, path=message.path)
+
+    def exported(self, message: Exported) -> None:
+        future = self._exports.pop(message.path, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    async def export(self, path: Path) -> Exported:
+        """Have the trainer write a Hugging Face folder.  Raises RuntimeError where it cannot."""
+        if self._send is None:
+            raise RuntimeError(f"policy {self._host.name!r} has no trainer now; nothing can be exported")
+        future = self._exports[str(path)] = asyncio.get_running_loop().create_future()
+        self._send(Export(policy=self._host.name, path=str(path)))
+        return await future
+
+    def _emit(self, event: str, **fields: object) -> None:
+        self._host.context.events.emit(event, policy=self._host.name, **fields)

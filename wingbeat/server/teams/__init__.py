@@ -1,0 +1,1 @@
+"""One episode on several servers: two phases."""

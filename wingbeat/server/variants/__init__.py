@@ -1,0 +1,1 @@
+"""Several versions of an agent at once."""

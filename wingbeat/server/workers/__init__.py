@@ -1,0 +1,1 @@
+"""Engines and trainers, as control sees them."""

@@ -1,0 +1,183 @@
+"""Where workers dial in: authentication, registration, frames in and out, loss of life.
+
+A link that falls silent for three heartbeats is closed; its owner is told exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from wingbeat.core.worker_protocol import (
+    PROTOCOL_VERSION,
+    ControlMessage,
+    Refused,
+    Register,
+    Shutdown,
+    Welcome,
+    WorkerMessage,
+    decode_from_worker,
+    encode_frame,
+)
+from wingbeat.server.keys.ring import KeyRing
+
+logger = logging.getLogger(__name__)
+
+SILENT_HEARTBEATS = 3
+AUTH_FAILED = 4401
+
+
+class WorkerSession(Protocol):
+    """What control makes of one connected worker."""
+
+    def receive(self, message: WorkerMessage) -> None: ...
+    def closed(self) -> None: ...
+
+
+Admit = Callable[[Register, Callable[[ControlMessage], None]], tuple[Welcome | Refused, WorkerSession | None]]
+"""Control's answer to a registration: a welcome and a session, or a refusal."""
+
+
+class WorkerHub:
+    """Serves ``GET /worker/v1`` for every worker."""
+
+    def __init__(self, keys: KeyRing, *, heartbeat_s: float, admit: Admit) -> None:
+        self._keys = keys
+        self._silence_s = heartbeat_s * SILENT_HEARTBEATS
+        self._admit = admit
+        self._outboxes: set[Outbox] = set()
+        self._sockets: set[WebSocket] = set()
+
+    async def serve(self, socket: WebSocket) -> None:
+        """The whole life of one connection."""
+        if not self._keys.is_worker(socket.headers):
+            await socket.close(AUTH_FAILED, "this endpoint needs the worker key")
+            return
+        self._sockets.add(socket)
+        try:
+            await self._admitted(socket)
+        finally:
+            self._sockets.discard(socket)
+
+    async def drop_unwelcome(self) -> None:
+        """Close the links whose key was revoked or has expired."""
+        for socket in tuple(self._sockets):
+            if not self._keys.is_worker(socket.headers):
+                self._sockets.discard(socket)
+                logger.warning("a worker's key is no longer good; closing its link")
+                with contextlib.suppress(RuntimeError):  # it is closing by itself
+                    await socket.close(AUTH_FAILED, "the worker key is no longer good")
+
+    async def _admitted(self, socket: WebSocket) -> None:
+        await socket.accept()
+        outbox = Outbox()
+        try:
+            register = await self._first(socket)
+        except (WebSocketDisconnect, TimeoutError, msgspec.DecodeError, ValueError, KeyError) as error:
+            logger.warning("a worker left before it registered: %s", error)
+            return
+        answer, session = self._answer(register, outbox)
+        if session is None:
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await socket.send_bytes(encode_frame([answer]))
+                await socket.close()
+            return
+        try:
+            await self._converse(socket, session, answer, outbox)
+        finally:
+            session.closed()
+
+    async def _converse(
+        self, socket: WebSocket, session: WorkerSession, answer: Welcome | Refused, outbox: Outbox
+    ) -> None:
+        """The welcome, then both directions until either side ends."""
+        try:
+            await socket.send_bytes(encode_frame([answer]))
+        except (WebSocketDisconnect, RuntimeError):
+            return
+        self._outboxes.add(outbox)
+        sender = asyncio.create_task(outbox.drain(socket), name="to-worker")
+        try:
+            await self._receive(socket, session)
+        finally:
+            self._outboxes.discard(outbox)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+    def _answer(self, register: Register, outbox: Outbox) -> tuple[Welcome | Refused, WorkerSession | None]:
+        if register.protocol != PROTOCOL_VERSION:
+            return Refused(
+                f"this server speaks worker protocol {PROTOCOL_VERSION}, the worker {register.protocol};"
+                " install the same wingbeat version on both"
+            ), None
+        return self._admit(register, outbox.put)
+
+    async def _first(self, socket: WebSocket) -> Register:
+        async with asyncio.timeout(self._silence_s):
+            (message,) = decode_from_worker(await socket.receive_bytes())
+        if not isinstance(message, Register):
+            raise msgspec.ValidationError(f"expected register, got {type(message).__name__}")
+        return message
+
+    async def _receive(self, socket: WebSocket, session: WorkerSession) -> None:
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self._silence_s) as silence:
+                while True:
+                    frame = await socket.receive_bytes()
+                    silence.reschedule(clock() + self._silence_s)
+                    for message in decode_from_worker(frame):
+                        session.receive(message)
+        except TimeoutError:
+            logger.warning("a worker was silent for %.0f s; closing its link", self._silence_s)
+            with contextlib.suppress(RuntimeError):
+                await socket.close()
+        except (WebSocketDisconnect, RuntimeError):
+            return
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            logger.error("a worker sent a frame that cannot be understood: %s", error)
+            await socket.close(1007)
+
+    def shutdown(self, reason: str) -> None:
+        """Ask every worker to end."""
+        for outbox in self._outboxes:
+            outbox.put(Shutdown(reason=reason))
+
+    async def flush(self, deadline_s: float) -> None:
+        """Wait until what was put has left, at most ``deadline_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                for outbox in tuple(self._outboxes):
+                    await outbox.empty.wait()
+
+
+class Outbox:
+    """Messages to one worker: gathered while a frame is being sent, then sent as one."""
+
+    def __init__(self) -> None:
+        self._messages: list[ControlMessage] = []
+        self._filled = asyncio.Event()
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def put(self, message: ControlMessage) -> None:
+        self._messages.append(message)
+        self.empty.clear()
+        self._filled.set()
+
+    async def drain(self, socket: WebSocket) -> None:
+        """Send for as long as the connection lives (the receiver notices its end)."""
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                batch, self._messages = self._messages, []
+                await socket.send_bytes(encode_frame(batch))
+                if not self._messages:
+                    self.empty.set()
