@@ -31,41 +31,40 @@ from wingbeat.core.worker_protocol import (
     Welcome,
 )
 from wingbeat.dataflow.barrier import Barrier
-from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import RunMeta
-from wingbeat.dataflow.operators import Fault, VarianceRule, build_chain, check_operators
+from wingbeat.dataflow.operators import Fault, check_operators
 from wingbeat.dataflow.records import DropReason
-from wingbeat.dataflow.step_rule import StepRule
+from wingbeat.server.assembly import (
+    make_director,
+    make_finishing,
+    make_host,
+    make_rollouts,
+    make_teams,
+    make_variants,
+)
 from wingbeat.server.calls.gateway import Gateway
 from wingbeat.server.collect.conversations import CollectedEpisode
 from wingbeat.server.collect.setup import make_collecting
-from wingbeat.server.director import Director, DirectorParts
 from wingbeat.server.episodes.endings import Endings
 from wingbeat.server.episodes.evaluations import EvaluationParts, Evaluations
-from wingbeat.server.episodes.finishing import Finishing, FinishingParts
 from wingbeat.server.episodes.recovery import dump_noted_turn
 from wingbeat.server.episodes.registry import EpisodeRegistry, OpenEpisode
-from wingbeat.server.episodes.rollouts import RolloutParts, Rollouts
 from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.ledger_watch import LedgerWatch
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies.health import HealthWatch
-from wingbeat.server.policies.host import HostContext, PolicyHost
+from wingbeat.server.policies.host import PolicyHost
 from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.server.restore import restore_run
 from wingbeat.server.signals import Changed, OverlapMeter
-from wingbeat.server.status import blockers
 from wingbeat.server.teams.deciders import Deciders
-from wingbeat.server.teams.teams import TeamParts, Teams
-from wingbeat.server.variants.variants import VariantParts, Variants
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.server.workers.hub import WorkerHub, WorkerSession
 from wingbeat.server.workers.sessions import EngineSession, SessionParts, TrainerSession
-from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Control:
             mixes_variants=config.dataflow.mix_agent_versions,
         )
         self.barrier = Barrier(lambda: self.policies.values(), is_set=config.dataflow.barrier)
-        self.policies = {name: self._host(name, models[name]) for name in config.policies}
+        self.policies = {name: make_host(self, name, models[name]) for name in config.policies}
         self.ledger_watch = LedgerWatch(self.ledger, every_s=config.dataflow.ledger_backup_s, events=self.events)
         self.health = HealthWatch(
             config, events=self.events, metrics=self.metrics, ledger=self.ledger, watch=self.watch
@@ -132,11 +131,11 @@ class Control:
         self.evaluations = Evaluations(
             EvaluationParts(self.policies, self.dealer, self.ledger, self.events, self.changed, self.watch)
         )
-        self.variants = self._make_variants()
-        self.rollouts = self._make_rollouts()
-        self.finishing = self._make_finishing()
-        self._deciders = Deciders(frozenset(config.server.peers))
-        self.teams = self._make_teams()
+        self.variants = make_variants(self)
+        self.rollouts = make_rollouts(self)
+        self.finishing = make_finishing(self)
+        self.deciders = Deciders(frozenset(config.server.peers))
+        self.teams = make_teams(self)
         self.collecting = make_collecting(self, keys, wall=wall)
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
@@ -148,7 +147,7 @@ class Control:
             is_stopping=lambda: self.stopping,
             max_running=config.engine.max_running,
         )
-        self.director = self._make_director()
+        self.director = make_director(self)
         self.stopping = False
         self.error: BaseException | None = None
         self.on_stop: Callable[[], None] = lambda: None
@@ -158,83 +157,6 @@ class Control:
         self._tasks: asyncio.Task[None] | None = None
         self._started = clock()
 
-    def _make_variants(self) -> Variants:
-        return Variants(
-            VariantParts(
-                config=self.config,
-                run_dir=self.run_dir,
-                book=self.book,
-                evaluations=self.evaluations,
-                events=self.events,
-                changed=self.changed,
-                meter=self.metrics.agents,
-                open_episodes=self.registry.open_episodes,
-                clock=self.clock,
-            )
-        )
-
-    def _make_rollouts(self) -> Rollouts:
-        return Rollouts(
-            RolloutParts(
-                config=self.config,
-                policies=self.policies,
-                book=self.book,
-                dealer=self.dealer,
-                ledger=self.ledger,
-                registry=self.registry,
-                evaluations=self.evaluations,
-                events=self.events,
-                metrics=self.metrics,
-                changed=self.changed,
-                watch=self.watch,
-                is_complete=lambda: self.complete,
-                is_stopping=lambda: self.stopping,
-                blockers=lambda: blockers(self),
-                clock=self.clock,
-                limits=self.limits,
-                variants=self.variants,
-                endings=self.endings,
-            )
-        )
-
-    def _make_finishing(self) -> Finishing:
-        return Finishing(
-            FinishingParts(
-                policies=self.policies,
-                book=self.book,
-                ledger=self.ledger,
-                registry=self.registry,
-                evaluations=self.evaluations,
-                engines=self.engines,
-                events=self.events,
-                metrics=self.metrics,
-                changed=self.changed,
-                watch=self.watch,
-                on_closed=self.rollouts.forget_groups,
-                on_settled=self.rollouts.issuer.settled,
-                variants=self.variants,
-                endings=self.endings,
-            )
-        )
-
-    def _make_teams(self) -> Teams:
-        return Teams(
-            TeamParts(
-                policies=self.policies,
-                finishing=self.finishing,
-                book=self.book,
-                ledger=self.ledger,
-                registry=self.registry,
-                events=self.events,
-                metrics=self.metrics,
-                watch=self.watch,
-                peers=frozenset(self.config.server.peers),
-                timeout_s=self.config.server.transaction_timeout_s,
-                ask=self._deciders.ask,
-                clock=self.clock,
-            )
-        )
-
     def _capture(self, episode: OpenEpisode, turn: Turn) -> None:
         """A turn that its caller may have seen must outlive this process."""
         if isinstance(episode, CollectedEpisode):
@@ -243,70 +165,12 @@ class Control:
         lineage = self.policies[turn.policy].ancestry.current
         self.ledger.capture_turn(episode.episode_id, episode.attempt, dump_noted_turn(episode, turn, lineage=lineage))
 
-    def _make_director(self) -> Director:
-        return Director(
-            DirectorParts(
-                config=self.config,
-                run_dir=self.run_dir,
-                policies=self.policies,
-                dealer=self.dealer,
-                book=self.book,
-                evaluations=self.evaluations,
-                events=self.events,
-                changed=self.changed,
-                summary=self.summary,
-            )
-        )
-
-    def _host(self, name: str, model: Path) -> PolicyHost:
-        config, dataflow = self.config.policies[name], self.config.dataflow
-        template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
-        algorithm = config.trainer.algorithm
-        chain = build_chain(self.config, name, on_fault=self._operator_failed)
-        return PolicyHost(
-            PolicySpec(
-                name=name,
-                model=str(model),
-                context_tokens=config.context_tokens,
-                config=config.model_dump(mode="json"),
-            ),
-            template=ChatTemplate.load(model, template=template),
-            buffer=PolicyBuffer(
-                name,
-                groups_per_step=dataflow.groups_per_step,
-                max_staleness=dataflow.max_staleness,
-                straggler=dataflow.straggler,
-                compose=lambda draft, version: chain.compose(draft, version=version),
-                variance=VarianceRule(config.trainer.credit, config.trainer.gamma),
-                # equal rewards still carry a gradient where no baseline takes them away
-                drop_zero_variance=dataflow.drop_zero_variance and not config.trainer.learns_from_equal_rewards,
-                dynamic_sampling=dataflow.dynamic_sampling or algorithm == "dapo",
-            ),
-            rule=StepRule.of(dataflow),
-            chain=chain,
-            context=HostContext(
-                ledger=self.ledger,
-                engines=self.engines,
-                events=self.events,
-                overlap=self.overlap,
-                changed=self.changed,
-                watch=self.watch,
-                seed=self.config.run.seed,
-                total_steps=self.config.run.steps,
-                clock=self.clock,
-                may_pass=lambda policy, version: self.barrier.may_pass(policy, version),
-                starves=lambda policy, version: self.barrier.starves(policy, version),
-                rebase=self._rebase,
-            ),
-            running_floors=lambda policy: self.book.floors(policy),
-        )
-
-    def _rebase(self, policy: str, highest: int) -> None:
+    def rebase(self, policy: str, highest: int) -> None:
         """A rollback: what running episodes sampled by abandoned versions counts as sampled by ``highest``."""
         self.book.rebase(policy, highest=highest)
         self.registry.rebase(policy, highest=highest)
 
-    def _operator_failed(self, fault: Fault) -> None:
+    def operator_failed(self, fault: Fault) -> None:
         """Tell people; training of the policy ends where the configuration says so."""
         self.events.emit(
             "operator_stopped" if fault.stops else "operator_quarantined",
@@ -347,7 +211,7 @@ class Control:
         await asyncio.gather(*background, *calls, return_exceptions=True)
         await self.collecting.close()
         await self.teams.close()
-        await self._deciders.close()
+        await self.deciders.close()
         self.events.emit("stopped")
         self.events.close()
         self._metrics_file.close()

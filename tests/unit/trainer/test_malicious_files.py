@@ -16,7 +16,7 @@ import pytest
 import torch
 import zstandard
 
-from wingbeat.core.errors import ModelSourceError, UnavailableError, WingbeatError
+from wingbeat.core.errors import ModelSourceError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.support import decode_support, encode_support
 from wingbeat.core.worker_protocol import Manifest, decode_from_control, decode_from_worker
 from wingbeat.dataflow.ledger_decoding import decode_samples
@@ -126,7 +126,7 @@ def test_what_the_ledger_and_the_run_directory_hold(tmp_path: Path, bomb: bytes,
         refused(lambda payload=payload: load_turns("e", [payload]), WingbeatError, ValueError, msgspec.MsgspecError)
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "a-train.json").write_bytes(bomb)
-    refused(lambda: load_sources(tmp_path), msgspec.MsgspecError)
+    assert "is damaged" in refused(lambda: load_sources(tmp_path), SetupError)
     assert not mark.exists()
 
 
