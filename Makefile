@@ -32,9 +32,10 @@ demo: $(STAMPS)/server ## Install what is missing, then train an agent in minute
 
 install: $(STAMPS)/dev ## Install everything that developing and testing need.
 
-test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, then the rest.
+test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, the rest, then what needs an idle machine.
 	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
-	$(BIN)/python -m pytest tests -m "not unit" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not unit and not alone" -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest tests -m alone $(ARGS) || test $$? -eq 5  # none was chosen
 
 test-unit: $(STAMPS)/dev ## Run the unit part only.
 	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
@@ -61,7 +62,7 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway, ledger, multipolicy or algorithms (ARGS="--quick").
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway, ledger, multipolicy, algorithms, chaos or swarm_scale (ARGS="--quick").
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+import pytest
 from bench.scripted_server import OPENER, ScriptedServer, scripted_server
 from bench.scripts import Reply
 from wingbeat.client import AsyncSwarm, Runner, RunnerOptions, RunnerStats
@@ -91,6 +92,7 @@ async def good_run(server: ScriptedServer) -> tuple[RunnerStats, float, str]:
         return stats, time.perf_counter() - started, swarm.client_id
 
 
+@pytest.mark.alone
 async def test_bad_clients_hurt_only_themselves(tmp_path: Path) -> None:
     with serving(tmp_path, **{"dataflow.episode_deadline_s": 2.0}) as server:
         await among_bad_clients(server)
@@ -128,6 +130,7 @@ async def among_bad_clients(server: ScriptedServer) -> None:
     assert memory < 500
 
 
+@pytest.mark.alone
 async def test_more_at_once_than_anybody_can_serve_is_refused_in_good_order(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         await refuses_a_crowd(server)

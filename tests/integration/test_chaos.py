@@ -17,6 +17,7 @@ TIMEOUT_S = 240.0
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_run_under_faults_loses_nothing_and_trains_nothing_twice(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.chaos", "--quick", "--seed", "0", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(

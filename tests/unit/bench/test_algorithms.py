@@ -121,10 +121,11 @@ def test_the_bar_is_of_every_seed_and_of_learners_from_rewards() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_run_reports_every_algorithm() -> None:
-    command = [sys.executable, "-m", "bench.algorithms", "--quick", "--table"]
+def test_a_quick_run_reports_each_algorithm_that_it_is_asked_for() -> None:
+    names = ("dapo", "ppo", "sft", "distill")  # whose samplers, trainers or teachers differ from those of grpo
+    command = [sys.executable, "-m", "bench.algorithms", "--quick", "--table", "--only", *names]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=280)
     summary = json.loads(done.stdout.splitlines()[-1])
-    for algorithm in ALGORITHMS:
+    for algorithm in names:
         assert summary[algorithm].keys() >= {"final_reward", "time_s"}
         assert f"| `{algorithm}` |" in done.stdout
