@@ -43,8 +43,10 @@ QUESTION = "how long does it take , and how many are there ?"
 class Watch:
     """What this process saw."""
 
-    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list[float]))
-    """How long each call took, retries included, by what was called."""
+    calls: defaultdict[str, list[tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(list[tuple[float, float]])
+    )
+    """When each call ended (Unix time), and how many seconds it took, retries included; by what was called."""
     begun: int = 0
     acknowledged: list[str] = field(default_factory=list[str])
     """``episode id:attempt`` of each finish that was acknowledged."""
@@ -53,7 +55,7 @@ class Watch:
     def timed(self, call: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[call].append(time.perf_counter() - started)
+        self.calls[call].append((time.time(), time.perf_counter() - started))
 
 
 class WatchedSwarm(AsyncSwarm):
@@ -74,7 +76,7 @@ class WatchedSwarm(AsyncSwarm):
         started = time.perf_counter()
         reply = await super().lease(max_leases, **options)
         if reply.leases:
-            self._watch.seconds["lease"].append(time.perf_counter() - started)
+            self._watch.calls["lease"].append((time.time(), time.perf_counter() - started))
         return reply
 
 
@@ -135,7 +137,7 @@ async def run(url: str, *, concurrency: int, tool_s: tuple[float, float], probes
                 prober.cancel()
             await agent.close()
     seen = {
-        "seconds": watch.seconds,
+        "calls": watch.calls,
         "begun": watch.begun,
         "acknowledged": watch.acknowledged,
         "failed": stats.num_failed,

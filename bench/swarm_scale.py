@@ -50,9 +50,10 @@ DESCRIPTION = (
     " episode, replies of a scripted engine after {replies[0]:g} to {replies[1]:g} s, tools of {tools[0]:g} to"
     " {tools[1]:g} s between them. concurrent_peak: open episodes, as the server counts them. lost_episodes: begun by"
     " some client and not acknowledged as finished, or acknowledged and not in the ledger. control_p99_ms: of all calls"
-    " of /api ({calls}), from the clients' side, retries and the clients' own waiting for a core included; a lease that"
-    " waited for work is none of them. rss_mb: control's memory, at most. rss_slope_mb_per_min: of its least-squares"
-    " line over the second half of the time at the full number."
+    " of /api ({calls}) while the full number ran, from the clients' side, retries and the clients' own waiting for a"
+    " core included; a lease that waited for work is none of them. with_ramp_p99_ms: the same with those of the start,"
+    " where each client begins all of its episodes at once, and of the end. rss_mb: control's memory, at most."
+    " rss_slope_mb_per_min: of its least-squares line over the second half of the time at the full number."
 )
 
 
@@ -63,8 +64,10 @@ class Samples:
     open_episodes: list[int] = field(default_factory=list[int])
     rss: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """(seconds, MB)."""
-    full_s: float = 0.0
-    """When the full number was reached, on the same clock; 0: never."""
+    full_s: float | None = None
+    """When the full number was reached, on the same clock; None: never."""
+    full: tuple[float, float] = (0.0, math.inf)
+    """From when to when the full number ran, in Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +144,10 @@ def watch_server(server: ScriptedServer, *, wanted: int, seconds: float) -> Samp
         samples.rss.append((now_s, rss_mb(server.pid)))
         if (found := open_episodes(server.url)) is not None:
             samples.open_episodes.append(found)
-            if not samples.full_s and found >= wanted:
-                samples.full_s = now_s
-        if now_s > (samples.full_s + seconds if samples.full_s else RAMP_S + seconds):
+            if samples.full_s is None and found >= wanted:
+                samples.full_s, samples.full = now_s, (time.time(), math.inf)
+        if now_s > seconds + (RAMP_S if samples.full_s is None else samples.full_s):
+            samples.full = (samples.full[0], time.time())
             return samples
         time.sleep(SAMPLE_S)
 
@@ -194,11 +198,14 @@ def missing_in(ledger: Path, acknowledged: set[str]) -> int:
 
 def report(clients: Sequence[Mapping[str, Any]], samples: Samples, *, missing: int, minutes: float) -> dict[str, Any]:
     """All keys but those of the machine."""
-    seconds = {call: [s for client in clients for s in client["seconds"].get(call, ())] for call in CALLS}
+    calls = {call: [found for client in clients for found in client["calls"].get(call, ())] for call in CALLS}
+    begin_s, end_s = samples.full
+    seconds = {name: [s for at, s in found if begin_s <= at - s and at < end_s] for name, found in calls.items()}
     everything = [s for found in seconds.values() for s in found]
+    with_ramp = [s for found in calls.values() for _, s in found]
     begun = sum(client["begun"] for client in clients)
     acknowledged = sum(len(client["acknowledged"]) for client in clients)
-    slope = slope_mb_per_min(samples.rss, after_s=(samples.full_s + samples.rss[-1][0]) / 2)
+    slope = slope_mb_per_min(samples.rss, after_s=((samples.full_s or 0.0) + samples.rss[-1][0]) / 2)
     summary: dict[str, Any] = {
         "concurrent_peak": max(samples.open_episodes, default=0),
         "lost_episodes": begun - acknowledged + missing,
@@ -208,9 +215,9 @@ def report(clients: Sequence[Mapping[str, Any]], samples: Samples, *, missing: i
         "episodes": acknowledged,
         "refused": sum(client["refused"] for client in clients),
         "control_p50_ms": round(1e3 * percentile(everything, 0.5), 1),
+        "with_ramp_p99_ms": round(1e3 * percentile(with_ramp, 0.99), 1),
         "p99_ms_by_call": {call: round(1e3 * percentile(found, 0.99), 1) for call, found in seconds.items()},
         "calls": {call: len(found) for call, found in seconds.items()},
-        "ramp_s": round(samples.full_s, 1),
         "clients_cpu_s": round(sum(client["cpu_s"] for client in clients), 1),
     }
     summary["bars"] = {

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-
 import pytest
+
 from bench.scripted_server import OPENER, ScriptedServer, scripted_server
 from bench.scripts import Reply
 from wingbeat.client import AsyncSwarm, Runner, RunnerOptions, RunnerStats

@@ -13,6 +13,7 @@ from harness import eventually
 from bench.scripted_server import ScriptedServer, scripted_server
 from wingbeat.core.config.load import validate_config
 from wingbeat.core.errors import ConfigError
+from wingbeat.server.http.protocol import RESERVED
 
 TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 24
@@ -91,6 +92,7 @@ REFUSED: dict[str, tuple[bytes, int, str]] = {
         "invalid_request",
     ),
     "header in two lines": (get("/healthz", "x-a: b\r\n c"), 400, "invalid_request"),
+    "two at once": (get("/healthz") + get("/healthz"), 400, "invalid_request"),
     # too large
     "huge header": (get("/healthz", "x-filler: " + "a" * 70_000), 431, "head_too_large"),
     "many headers": (get("/healthz", *(f"x-{i}: y" for i in range(10_000))), 431, "head_too_large"),
@@ -215,7 +217,7 @@ async def test_connections_are_counted_and_come_back(server: ScriptedServer) -> 
 
     async def full() -> str:
         """On a slow machine the first may be given up before the last has come."""
-        new = [asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
+        new = [asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS + RESERVED)]
         idle.extend(await asyncio.gather(*new))
         status, answer, _ = await talk(server)
         return answer if status == 503 else ""

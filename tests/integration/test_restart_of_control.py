@@ -86,7 +86,9 @@ async def test_begin_finish_and_abort_are_the_same_after_a_restart(server: Any) 
     async with Api(server) as api:
         body = api.begin_body(client_id="me", label="v2")
         running = api.begun(await api.call("POST", "/api/episodes", body))
-        finished, aborted, trial = await api.begin(), await api.begin(), await api.begin(tentative_s=300)
+        once = api.begin_body()
+        finished = api.begun(await api.call("POST", "/api/episodes", once))
+        aborted, trial = await api.begin(), await api.begin(tentative_s=300)
         for episode in (running, finished):
             assert (await api.chat(episode)).status == 200
         reply = await api.finish(finished, 0.25)
@@ -97,6 +99,8 @@ async def test_begin_finish_and_abort_are_the_same_after_a_restart(server: Any) 
     async with Api(server) as api:
         again = api.begun(await api.call("POST", "/api/episodes", body))
         assert (again.id, again.attempt) == (running.id, running.attempt) and again.key != running.key
+        over = await api.call("POST", "/api/episodes", once)
+        over.refused(409, "episode_closed", "which this key began, is finished")
         repeated = await api.finish(finished, 0.25)
         assert (repeated.status, repeated.body) == (200, reply.body)
         (await api.finish(finished, 0.5)).refused(409, "idempotency_conflict", "another body")

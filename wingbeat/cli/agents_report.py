@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from wingbeat.cli.inspect_episode import shown_state
-from wingbeat.core.types import CODE_SHOWN
+from wingbeat.core.types import CODE_SHOWN, Split
 from wingbeat.dataflow.evaluation import PairedDifference
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.ledger_versions import AgentVersionReport, predecessor
 
 NOTE = (
     "difference: mean reward less that of the version before (same label first), on the tasks of both, with its 95%"
-    " interval. Policies learn meanwhile: between versions that worked one after the other it is what both changed."
+    " interval; - where both had fewer than two tasks in common. Policies learn meanwhile: between versions that"
+    " worked one after the other it is what both changed."
 )
 
 
@@ -40,7 +41,7 @@ def show_agents(console: Console, versions: tuple[AgentVersionReport, ...], *, s
                 _number(version.mean(policy)),
                 _number(version.stderr(policy)),
                 _difference(difference),
-                _number(version.tokens / finished if finished else None, digits=1),
+                _number(version.tokens / finished if finished and version.split is Split.TRAIN else None, digits=1),
                 _number(version.seconds / finished if finished else None, digits=2),
                 _time(version.first_s),
                 _time(version.last_s),
@@ -49,7 +50,7 @@ def show_agents(console: Console, versions: tuple[AgentVersionReport, ...], *, s
         console.print("no episode has begun")
         return
     console.print(table)
-    console.print("tokens and seconds: of a finished episode, on average")
+    console.print("tokens and seconds: of a finished episode, on average; tokens are those that may train")
     console.print(NOTE)
 
 

@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.tls import CA_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8321"
+SDK_CA_VARIABLE = "SSL_CERT_FILE"
+"""Where the SDKs that agents use look for certificates (httpx, aiohttp and OpenSSL itself do)."""
 
 ServerOption = Annotated[
     str, typer.Option("--server", "--url", envvar="WINGBEAT_URL", help="The server's URL, as `serve` prints it.")
@@ -53,6 +56,18 @@ def named_servers(given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     if len(servers) < len(given):
         raise SetupError(f"--server: expected one URL, or several different NAME=URL, got {', '.join(given)}")
     return "", servers
+
+
+def certificates_hints(urls: Iterable[str]) -> tuple[str, ...]:
+    """What to say where Wingbeat's own calls trust a certificate and those of the agent's SDK probably do not."""
+    if not any(url.startswith("https://") for url in urls):
+        return ()
+    if not os.environ.get(CA_VARIABLE) or os.environ.get(SDK_CA_VARIABLE):
+        return ()
+    return (
+        f"{CA_VARIABLE} is set and {SDK_CA_VARIABLE} is not: model calls are made by the agent's own SDK, and most"
+        f' read {SDK_CA_VARIABLE}; without it they may refuse the server\'s certificate ("Connection error")',
+    )
 
 
 def keys_by_server(names: Iterable[str]) -> dict[str, str]:

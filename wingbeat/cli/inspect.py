@@ -19,6 +19,7 @@ from wingbeat.cli.inspect_episode import Training, show_attempt, shown_state
 from wingbeat.cli.ledger_report import show_ledger, show_states
 from wingbeat.cli.liveness import is_served
 from wingbeat.cli.merge_report import build_report, show_report
+from wingbeat.cli.terminal import PlainConsole
 from wingbeat.core.errors import SetupError
 from wingbeat.core.types import Split
 from wingbeat.dataflow.ledger_reader import LedgerReader, open_read_only
@@ -67,7 +68,7 @@ def run_inspect(
         raise SetupError(f"{reports[0]} and {reports[1]} are two reports: ask for one at a time")
     report = reports[0] if reports else None
     check_run_dir(run_dir)
-    console = Console(markup=False)  # clients chose the names that are shown
+    console = PlainConsole()
     if not console.is_terminal:
         console.width = UNWRAPPED
     policies = load_policies(run_dir)

@@ -32,7 +32,9 @@ def open_conversation(run_dir: Path, episode_id: str) -> OpenConversation | None
 
 def show_conversations(console: Console, run_dir: Path) -> None:
     """How many there are, and the newest."""
-    found = [(episode_id, stored) for episode_id, stored in _files(run_dir).all() if stored and stored.turns]
+    files = _files(run_dir)
+    stored_by_id = ((episode_id, files.read(episode_id)) for episode_id in files.names())
+    found = [(episode_id, stored) for episode_id, stored in stored_by_id if stored and stored.turns]
     if not found:
         return
     found.sort(key=lambda pair: pair[1].turns[-1].at_s, reverse=True)

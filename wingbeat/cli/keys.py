@@ -13,11 +13,10 @@ from typing import Annotated, TypeVar
 
 import typer
 from pydantic import TypeAdapter
-from rich.console import Console
 from rich.table import Table
 
 from wingbeat.cli.arguments import CONFIG_FILE
-from wingbeat.cli.connection import KeyOption
+from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
 from wingbeat.core.config import RunConfig, ServerConfig, load_config
@@ -42,6 +41,12 @@ ConfigOption = Annotated[
 ]
 ServerOption = Annotated[
     str | None, typer.Option("--server", help="Ask a running server at this URL (as admin) in place of the file.")
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key", envvar="WINGBEAT_KEY", show_envvar=True, help="With --server: an admin key (better: the env)."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -104,7 +109,7 @@ def list_keys(
     if not found:
         typer.echo("no keys; `wingbeat keys create admin` makes one", err=True)
         return
-    Console(markup=False).print(_table(found))
+    PlainConsole().print(_table(found))
 
 
 @keys.command()
@@ -173,10 +178,11 @@ def _date(seconds: float | None) -> str:
 
 def _table(found: Sequence[KeyReply]) -> Table:
     table = Table()
-    for column in ("id", "role", "name", "state", "created", "expires", "options"):
-        table.add_column(column, overflow="fold", min_width=16 if column == "id" else None)  # an id is to be copied
+    for column in ("id", "role", "name", "state", "created", "expires"):
+        table.add_column(column, overflow="fold", no_wrap=column == "id")  # an id is to be copied
     for one in found:
         options = [*(["train"] if one.train else []), *([] if one.record else ["no record"]), *one.policies]
-        times = (_date(one.created_s), _date(one.expires_s))
-        table.add_row(one.id, one.role, one.name, one.state, *times, ", ".join(options))
+        role = f"{one.role}: {', '.join(options)}" if options else one.role
+        created = _date(one.created_s).partition(" ")[0]  # six columns and no more, for a terminal of 80
+        table.add_row(one.id, role, one.name, one.state, created, _date(one.expires_s))
     return table

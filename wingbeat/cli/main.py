@@ -21,6 +21,7 @@ from wingbeat.cli.keys import keys
 from wingbeat.cli.ledger import ledger as ledger_commands
 from wingbeat.cli.rollout import rollout
 from wingbeat.cli.run import serve, train
+from wingbeat.client import leave_in_time
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.types import Split
 
@@ -133,4 +134,9 @@ def version() -> None:
 
 def main() -> None:
     """The console script."""
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except SystemExit as end:
+        if sys.argv[1:2] == [rollout.__name__]:  # it has run code of others
+            leave_in_time(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise

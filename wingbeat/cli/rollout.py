@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from wingbeat.cli.connection import KeyOption, ServersOption, keys_by_server, named_servers
+from wingbeat.cli.connection import KeyOption, ServersOption, certificates_hints, keys_by_server, named_servers
 from wingbeat.client import RolloutPlan, RunnerOptions, RunnerStats, run_rollouts, set_up_logging
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import is_key_variable
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.types import Split
+
+logger = logging.getLogger(__name__)
 
 ABORT_S = 15.0
 """Beyond the grace, what an orphaned client gets to abort its episodes."""
@@ -64,12 +68,13 @@ def rollout(
         raise SetupError("--journal is of several servers: --server NAME=URL --server NAME=URL")
     level = logging.DEBUG if verbose else logging.INFO
     set_up_logging(level)
+    for hint in certificates_hints(servers.values() or [url]):
+        logger.warning(hint)
     end_with_supervisor(grace_s=grace_s + ABORT_S)
-    sources = tuple(source) if source else None
     options = RunnerOptions(
         grace_s=grace_s,
         splits=tuple(split or Split),
-        sources=sources,
+        sources=tuple(source) if source else None,
         max_episodes=max_episodes,
         label=label,
         episode_timeout_s=episode_timeout_s,
@@ -90,7 +95,14 @@ def rollout(
         log_level=level,
         resources="wingbeat.resources:LocalPool",
     )
+    _forget_keys()
     _tell(run_rollouts(plan), json_output=json_output)
+
+
+def _forget_keys() -> None:
+    """What agents start, for a model perhaps, inherits the rest of the environment."""
+    for name in filter(is_key_variable, tuple(os.environ)):
+        del os.environ[name]
 
 
 def _tell(stats: RunnerStats, *, json_output: bool) -> None:

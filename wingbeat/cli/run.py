@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -14,12 +15,16 @@ from rich.table import Table
 from wingbeat.cli.arguments import read_config
 from wingbeat.cli.doctor import require_server
 from wingbeat.cli.program import program
+from wingbeat.cli.terminal import PlainConsole
 from wingbeat.core.config import Config, dump_toml
+from wingbeat.core.config.server import is_loopback
 from wingbeat.deploy.checks import check_agents, check_chains, check_exposure, check_sources, check_trains
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import Supervisor
     from wingbeat.deploy.training import TrainingResult
+
+ANY_ADDRESS = ("0.0.0.0", "::")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
@@ -74,7 +79,7 @@ def train(
     from wingbeat.cli.progress import RunProgress
     from wingbeat.deploy.training import TrainingPlan, run_plan
 
-    with RunProgress(Console(stderr=True, markup=False), title=f"training {config.run.name}") as progress:
+    with RunProgress(PlainConsole(stderr=True), title=f"training {config.run.name}") as progress:
 
         def begin(supervisor: Supervisor) -> None:
             progress.begin(config.run.steps, log=supervisor.run_dir / "logs" / "control.log")
@@ -168,4 +173,16 @@ def _result_table(result: TrainingResult) -> Table:
 def _announce(supervisor: Supervisor) -> None:
     console = Console(markup=False)
     console.print(f"serving at {supervisor.url}, run directory {supervisor.run_dir}", soft_wrap=True)
-    console.print(f"run agents from any machine: wingbeat rollout agent.py --server {supervisor.url}", soft_wrap=True)
+    where, url = reach(supervisor.url, supervisor.config.server.allowed_hosts or ())
+    console.print(f"run agents {where}: wingbeat rollout agent.py --server {url}", soft_wrap=True)
+
+
+def reach(url: str, names: Sequence[str]) -> tuple[str, str]:
+    """From where a server can be called, and how: nobody else can call 0.0.0.0, and no certificate is of that name."""
+    host = urlsplit(url).hostname or ""
+    if is_loopback(host):
+        return "on this machine", url
+    if host not in ANY_ADDRESS:
+        return "from any machine", url
+    name = next((name for name in names if not is_loopback(name)), "HOST")
+    return "from any machine", urlsplit(url)._replace(netloc=f"{name}:{urlsplit(url).port}").geturl()

@@ -16,8 +16,9 @@ from wingbeat.client.agents import Agent, agent, load_agent
 from wingbeat.client.episode import Episode
 from wingbeat.client.model_clients import MODEL_CALL_RETRIES
 from wingbeat.client.plans import RolloutPlan
-from wingbeat.client.processes import run_rollouts, set_up_logging
-from wingbeat.client.runner import EpisodeEnd, Runner, RunnerOptions, RunnerStats
+from wingbeat.client.processes import leave_in_time, run_rollouts, set_up_logging
+from wingbeat.client.runner import Runner, RunnerOptions
+from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
 from wingbeat.client.swarm import AsyncSwarm, BeginOptions
 from wingbeat.client.sync import Swarm, SyncEpisode
 from wingbeat.client.team import AsyncTeam
@@ -42,6 +43,7 @@ __all__ = [
     "Team",
     "TeamEpisode",
     "agent",
+    "leave_in_time",
     "load_agent",
     "run_rollouts",
     "set_up_logging",

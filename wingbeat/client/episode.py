@@ -86,6 +86,8 @@ class Episode:
         self._resources = resources
         self._releasing: asyncio.Task[None] | None = None
         self._state = EpisodeState.OPEN
+        self.is_part = False
+        """Of a team's episode, which alone may finish it."""
         self.task = Task(reply.task.source, reply.task.id, reply.task.payload)
         self.group = Group(reply.group.id, reply.group.size)
         self._loop = asyncio.get_running_loop()
@@ -173,7 +175,7 @@ class Episode:
             raise RequestError("this swarm has no resource pool: AsyncSwarm(url, resources=LocalPool())")
         if self._state is not EpisodeState.OPEN:
             raise EpisodeClosed(f"episode {self.id} is {self._state.value}; it takes no more resources")
-        return self._resources.lease(spec, name=name, owner=self.id)
+        return self._resources.lease(spec, name=name, owner=self._owner)
 
     async def finish(
         self,
@@ -187,8 +189,19 @@ class Episode:
 
         Sent again until it is acknowledged, also across a restart of the server (the same body twice
         counts once).  Raises InvalidReward for what is not a finite number, EpisodeClosed if it comes
-        too late, IdempotencyConflict after another reward.
+        too late, IdempotencyConflict after another reward, RequestError for a part of a team's episode.
         """
+        if self.is_part:
+            raise RequestError(
+                f"episode {self.id} is one server's part of a team's episode: finish that one, with a reward for each"
+                " server, so that all count it or none does"
+            )
+        return await self.finish_alone(reward, metrics=metrics, outcome=outcome, message=message)
+
+    async def finish_alone(
+        self, reward: RewardLike, *, metrics: Mapping[str, SupportsFloat] | None, outcome: Outcome, message: str
+    ) -> FinishReply:
+        """As :meth:`finish`, also for a part of a team's episode that trains nothing."""
         if self._state is EpisodeState.ABORTED:
             raise EpisodeClosed(f"episode {self.id} was aborted by this client; it cannot finish any more")
         body = FinishRequest(
@@ -260,17 +273,22 @@ class Episode:
             raise EpisodeClosed(f"episode {self.id} is {self._state.value}; it cannot become {state.value}")
         self._state = state
         self._ended.set()
-        self._heartbeats.remove(self.id)
+        self._heartbeats.remove(self.api_key)
         if self._resources is not None and self._releasing is None:
             self._releasing = asyncio.get_running_loop().create_task(self._release(self._resources))
 
     async def _release(self, resources: ResourcePool) -> None:
-        await resources.release_owner(self.id)
+        await resources.release_owner(self._owner)
 
     async def _released(self) -> None:
         """Wait until the episode's resources are given back; that goes on if the caller is cancelled."""
         if self._releasing is not None:
             await asyncio.shield(self._releasing)
+
+    @property
+    def _owner(self) -> str:
+        """Of its resources: this client may work at another attempt of the same episode at the same time."""
+        return f"{self.id} attempt {self.attempt}"
 
     def _on_closed_by_server(self, reason: str) -> None:
         """Told in the heartbeat thread; the state belongs to the loop."""

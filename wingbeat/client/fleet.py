@@ -24,7 +24,7 @@ from typing import Any
 from wingbeat.client.code import code_on_disk, split_agent
 from wingbeat.client.plans import RolloutPlan
 from wingbeat.client.processes import SIGNALS
-from wingbeat.client.runner import RunnerStats
+from wingbeat.client.runner_stats import RunnerStats
 from wingbeat.client.watch import FileWatch
 from wingbeat.client.worker_process import Failure, WorkerProcess
 from wingbeat.core.errors import SetupError, WingbeatError
@@ -245,7 +245,7 @@ class Fleet:
         if seat.plan.options.max_episodes is not None and seat.process is not None:
             seat.process.stop()  # what is left to do is known once it has ended
             await seat.process.wait()
-            if not seat.limit(_num_episodes(seat.process.stats)):
+            if not seat.limit(seat.process.num_ended):
                 return
         process = await self._start(seat)
         if process.failure is None:
@@ -269,10 +269,11 @@ class Fleet:
         failure = candidate.failure
         if failure is not None:
             logger.error("the new code does not load, and the old one goes on: %s", failure.message)
-            files = () if running is None else running.files
-            self._watch.follow({*files, *failure.files, self._main})
-            if not self._is_on_disk(failure.files, failure.digest):
-                self._watch.forget()
+            if failure.is_told:  # one that just ended would end again: wait for other content than was noticed
+                files = () if running is None else running.files
+                self._watch.follow({*files, *failure.files, *failure.missing, self._main})
+                if not self._is_on_disk(failure.files, failure.digest):
+                    self._watch.forget()
             return
         self._watch.follow(candidate.files)
         if not self._is_on_disk(candidate.files, candidate.digest):  # it was edited again meanwhile
@@ -285,7 +286,10 @@ class Fleet:
         logger.info("the agent's code is %s now, and was %s", candidate.digest[:CODE_SHOWN], before[:CODE_SHOWN])
         others = await asyncio.gather(*(self._start(seat) for seat in self.seats[1:]))
         for seat, process in zip(self.seats, [candidate, *others], strict=True):
-            if process.failure is not None or self._stopping.is_set():  # edited again: the next look finds it
+            if self._stopping.is_set():
+                continue
+            if process.failure is not None:  # edited again, and the next look finds it; or the machine is at its end
+                logger.error("one process with the new code did not start: %s", process.failure.message)
                 continue
             seat.deaths.clear()
             seat.take_over(process)
@@ -327,11 +331,6 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
 
 def _is_hopeless(deaths: Sequence[float]) -> bool:
     return len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW_S
-
-
-def _num_episodes(stats: RunnerStats) -> int:
-    """How many of ``max_episodes`` a process has used up."""
-    return stats.num_finished + stats.num_failed + stats.num_refused + stats.num_cancelled + stats.num_timed_out
 
 
 def _error(failure: Failure) -> WingbeatError:

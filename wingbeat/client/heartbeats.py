@@ -4,8 +4,10 @@ One daemon thread per client, started with the first episode, with its own loop 
 running episodes share it.  State is owned by that loop; other threads only send it messages.
 
 The begin promised heartbeats, so the server counts from it on, and an agent that is done within a period costs none.
-A forked child of the process (a tool in a
-subprocess) has none of this: its parent reports.
+A forked child of the process (a tool in a subprocess) has none of this: its parent reports.
+
+Beats are told apart by their keys, which are of one attempt: a client that was slow may get the next attempt of an
+episode that it still works at, and the end of the one must not silence the other.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class HeartbeatThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By API key."""
         self._closed = False
         self._pid = os.getpid()
 
@@ -67,14 +70,14 @@ class HeartbeatThread:
             loop = self._loop if self._loop is not None else self._start()
         loop.call_soon_threadsafe(self._begin, beat)
 
-    def remove(self, episode_id: str) -> None:
-        """Stop reporting it; from any thread, harmless if unknown."""
+    def remove(self, api_key: str) -> None:
+        """Stop reporting the attempt of this key; from any thread, harmless if unknown."""
         if self._is_copy:
             return
         with self._lock:
             if self._loop is None or self._closed:
                 return
-            self._loop.call_soon_threadsafe(self._end, episode_id)
+            self._loop.call_soon_threadsafe(self._end, api_key)
 
     @property
     def _is_copy(self) -> bool:
@@ -98,6 +101,10 @@ class HeartbeatThread:
 
     def _start(self) -> asyncio.AbstractEventLoop:
         started = threading.Event()
+        # here, not in the thread: what it raises is its caller's to hear, who would wait for a dead thread
+        self._transport = Transport(
+            self._url, key=None, timeout_s=10.0, retry=_ONE_TRY, client_id=self._client_id, ca=self._ca
+        )
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(started)), name="wingbeat-heartbeats", daemon=True
         )
@@ -109,9 +116,6 @@ class HeartbeatThread:
     async def _serve(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._transport = Transport(
-            self._url, key=None, timeout_s=10.0, retry=_ONE_TRY, client_id=self._client_id, ca=self._ca
-        )
         started.set()
         try:
             await self._stop.wait()
@@ -123,23 +127,23 @@ class HeartbeatThread:
             await self._transport.close()
 
     def _begin(self, beat: Beat) -> None:
-        if beat.episode_id not in self._tasks and self._stop is not None and not self._stop.is_set():
+        if beat.api_key not in self._tasks and self._stop is not None and not self._stop.is_set():
             task = asyncio.get_running_loop().create_task(self._report(beat), name=f"heartbeat-{beat.episode_id}")
-            self._tasks[beat.episode_id] = task
+            self._tasks[beat.api_key] = task
 
-    def _end(self, episode_id: str) -> None:
-        task = self._tasks.pop(episode_id, None)
+    def _end(self, api_key: str) -> None:
+        task = self._tasks.pop(api_key, None)
         if task is not None:
             task.cancel()
 
     async def _report(self, beat: Beat) -> None:
         """Beat until cancelled or until the server says that the episode is over."""
         rng = random.Random(beat.episode_id)
-        # an answer that hangs must not cost the next beat: the server waits for two periods after a restart
-        timeout_s = max(LEAST_TIMEOUT_S, 0.6 * beat.every_s)
-        call = Call("POST", f"/api/episodes/{beat.episode_id}/heartbeat", key=beat.api_key, timeout_s=timeout_s)
+        path, every_s = f"/api/episodes/{beat.episode_id}/heartbeat", beat.every_s
         while True:
-            await asyncio.sleep(beat.every_s * rng.uniform(0.6, 0.9))
+            await asyncio.sleep(every_s * rng.uniform(0.6, 0.9))
+            # an answer that hangs must not cost the next beat: the server waits for two periods after a restart
+            call = Call("POST", path, key=beat.api_key, timeout_s=max(LEAST_TIMEOUT_S, 0.6 * every_s))
             try:
                 reply = await self._transport.send(call, HeartbeatReply)
             except (NotFoundError, ConflictError, AuthenticationError) as error:
@@ -148,11 +152,12 @@ class HeartbeatThread:
             except WingbeatError as error:
                 logger.debug("heartbeat of %s: %s", beat.episode_id, error.message)
             else:
+                every_s = reply.heartbeat_s  # a restart may have changed it
                 if reply.state in GIVEN_UP:
                     self._over(beat, f"it is {reply.state}")
                     return
 
     def _over(self, beat: Beat, reason: str) -> None:
         """The server does not go on with the episode."""
-        self._tasks.pop(beat.episode_id, None)
+        self._tasks.pop(beat.api_key, None)
         beat.on_closed(reason)

@@ -22,7 +22,7 @@ class RolloutPlan:
     agent: str
     """``FILE.py`` or ``FILE.py:NAME``."""
     url: str = "http://127.0.0.1:8321"
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     concurrency: int = 16
     """Episodes at once in each process."""
     processes: int = 1
@@ -33,7 +33,7 @@ class RolloutPlan:
     """Of child processes; this process keeps its own."""
     servers: Mapping[str, str] = field(default_factory=dict[str, str])
     """Several servers of one team, by name, the leading one first; {}: ``url`` alone."""
-    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Of servers of a team whose key is not ``key``."""
     journal: str = ""
     """Of a team: the folder that lets a successor end what a killed process had begun to finish."""

@@ -11,14 +11,22 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from wingbeat.client.agents import load_agent
+from wingbeat.client.deadlines import LEAVING_S
 from wingbeat.client.plans import RolloutPlan, connect
-from wingbeat.client.runner import EpisodeEnd, Runner, RunnerStats
+from wingbeat.client.runner import Runner
+from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
 from wingbeat.core.errors import SetupError
+
+logger = logging.getLogger("wingbeat.client")
 
 T = TypeVar("T")
 
@@ -51,11 +59,49 @@ def set_up_logging(level: int) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def _tell_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio has to say when all is over is of agents' things, and cures nothing."""
+    logger.debug("at the end: %s", context.get("message"))
+
+
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, on uvloop where it is installed."""
+    """``asyncio.run``, on uvloop where it is installed, with an end: agents that swallow their cancellation are left.
+
+    Nor does it wait for threads that an agent has not left; the end of the process does (:func:`leave_in_time`).
+    """
     uvloop = importlib.import_module("uvloop") if importlib.util.find_spec("uvloop") else None
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop is not None else None) as runner:
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop is not None else None)
+    try:
         return runner.run(main)
+    finally:
+        loop = runner.get_loop()
+        num_left = loop.run_until_complete(_end_tasks())
+        if num_left:
+            logger.warning("agents do not end although they were cancelled: %d; leaving without them", num_left)
+        else:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.set_exception_handler(_tell_quietly)
+        loop.close()
+
+
+async def _end_tasks() -> int:
+    """Cancel all that still runs; how many do not care."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    return len((await asyncio.wait(tasks, timeout=LEAVING_S))[1]) if tasks else 0
+
+
+def leave_in_time(exit_code: int, *, after_s: float = LEAVING_S) -> None:
+    """This process is about to end: end it the hard way where threads of an agent keep it from that."""
+
+    def watch() -> None:
+        time.sleep(after_s)
+        logger.warning("threads of agents do not end; leaving without them")
+        sys.stdout.flush()
+        os._exit(exit_code)
+
+    threading.Thread(target=watch, name="leave-in-time", daemon=True).start()
 
 
 async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:

@@ -185,6 +185,7 @@ class AsyncSwarm:
             wait_s=wait_s,
             client_id=self.client_id,
             sources=None if sources is None else list(sources),
+            idempotency_key=uuid.uuid4().hex,  # of all tries of this call: a lost answer must not cost its slots
             **version,
         )
         retry = RetryPolicy(budget_s=None) if patient else self._retry

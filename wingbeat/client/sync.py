@@ -122,6 +122,10 @@ class SyncEpisode:
         """As :meth:`Episode.abort`."""
         self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
 
+    def confirm(self) -> None:
+        """As :meth:`Episode.confirm`."""
+        self._port.call(self._episode.confirm())
+
     @contextlib.contextmanager
     def lease(self, spec: Any, *, name: str = "") -> Iterator[ResourceLease]:
         """As :meth:`Episode.lease`, with ``with``."""

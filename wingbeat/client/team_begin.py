@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from wingbeat.client.retry import RetryPolicy
-from wingbeat.core.errors import UnavailableError, WingbeatError
+from wingbeat.core.errors import AuthenticationError, ConflictError, NotFoundError, UnavailableError, WingbeatError
 
 TENTATIVE_S = 20.0
 """How long a server keeps a begin on trial for a client that died, or whose answer was lost."""
@@ -103,7 +103,17 @@ def _refusal(tasks: Mapping[str, asyncio.Future[Any]]) -> BaseException | None:
 
 async def _confirm(granted: Mapping[str, Trial]) -> BaseException | None:
     results = await asyncio.gather(*(trial.confirm() for trial in granted.values()), return_exceptions=True)
-    return _worst([result for result in results if result is not None])
+    return _worst([_trial_ended(result) for result in results if result is not None])
+
+
+def _trial_ended(error: BaseException) -> BaseException:
+    """A server that had let it begin, and knows its trial no more (it lapsed; a restart forgets trials): try anew.
+
+    What stands in the way for good, the next begin hears.
+    """
+    if isinstance(error, AuthenticationError | ConflictError | NotFoundError):
+        return UnavailableError(f"its trial ended before it was confirmed: {error.message}")
+    return error
 
 
 def _worst(errors: list[BaseException]) -> BaseException | None:

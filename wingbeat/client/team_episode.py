@@ -39,9 +39,13 @@ class TeamEpisode:
     def __init__(self, team: AsyncTeam, episodes: Mapping[str, Episode]) -> None:
         self._team = team
         self._episodes = dict(episodes)
+        for episode in self._episodes.values():
+            episode.is_part = True
         self._commit: TeamCommit | None = None
         self._ending: asyncio.Task[None] | None = None
         self._finished_with: object = None
+        self._finishing = asyncio.Lock()
+        """Held until there is the one transaction of this episode."""
         self._pid = os.getpid()
 
     def __getitem__(self, server: str) -> Episode:
@@ -127,23 +131,29 @@ class TeamEpisode:
         if outcome is not Outcome.AGENT or self.split is Split.EVAL:
             return await self._finish_alone(rewards, metrics=metrics, outcome=outcome, message=message)
         said = (rewards, None if metrics is None else dict(metrics), message)
-        if self._commit is None:
-            if self.state is EpisodeState.ABORTED:
-                raise EpisodeClosed(f"episode {self.id} was aborted by this client; it cannot finish any more")
-            self._finished_with = said
-            self._commit = await self._team.new_commit(
-                lambda name, transaction_id, decider: self._episodes[name].prepare(
-                    rewards[name],
-                    transaction=TransactionModel(id=transaction_id, decider=decider),
-                    metrics=metrics,
-                    message=message,
-                    budget_s=self._team.prepare_budget_s,
-                ),
-                on_ended=self._conclude,
-            )
-        elif said != self._finished_with:
+        async with self._finishing:
+            if self._commit is None:
+                if self.state is EpisodeState.ABORTED:
+                    raise EpisodeClosed(f"episode {self.id} was aborted by this client; it cannot finish any more")
+                self._commit = await self._new_commit(rewards, metrics, message)
+                self._finished_with = said
+        if said != self._finished_with:
             raise ConflictError(f"episode {self.id} was finished with another reward before")
         return await self._await_end(self._commit)
+
+    async def _new_commit(
+        self, rewards: Mapping[str, Any], metrics: Mapping[str, SupportsFloat] | None, message: str
+    ) -> TeamCommit:
+        return await self._team.new_commit(
+            lambda name, transaction_id, decider: self._episodes[name].prepare(
+                rewards[name],
+                transaction=TransactionModel(id=transaction_id, decider=decider),
+                metrics=metrics,
+                message=message,
+                budget_s=self._team.prepare_budget_s,
+            ),
+            on_ended=self._conclude,
+        )
 
     async def _await_end(self, commit: TeamCommit) -> dict[str, FinishReply]:
         if self._ending is None or self._ending.done():  # a new one, or one that ended in doubt
@@ -201,7 +211,7 @@ class TeamEpisode:
         """Other outcomes count nowhere, and evaluations train nothing: the servers need not agree on them."""
         replies = await asyncio.gather(
             *(
-                episode.finish(rewards[name], metrics=metrics, outcome=outcome, message=message)
+                episode.finish_alone(rewards[name], metrics=metrics, outcome=outcome, message=message)
                 for name, episode in self._episodes.items()
             )
         )

@@ -7,6 +7,7 @@ is gone, so that several processes can share the folder.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -46,9 +47,13 @@ class OpenEntry:
         self.entry = entry
 
     def commit(self) -> None:
-        """From now on a successor says "commit", too."""
-        self.entry = replace(self.entry, is_committing=True)
-        _write(self._file, self.entry)
+        """From now on a successor says "commit", too.  Raises SetupError where the disk does not take it."""
+        entry = replace(self.entry, is_committing=True)
+        try:
+            _write(self._file, entry)
+        except OSError as error:
+            raise SetupError(f"the team's journal cannot be written: {error}") from error
+        self.entry = entry
 
     def remove(self) -> None:
         """Everybody knows the end."""
@@ -80,7 +85,7 @@ class Journal:
         path = self._folder / f"{entry.transaction_id}{SUFFIX}"
         unseen = self._folder / f"{entry.transaction_id}{UNSEEN}"
         try:
-            file = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
+            file = os.open(unseen, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
             fcntl.flock(file, fcntl.LOCK_EX)
             _write(file, entry)
             unseen.rename(path)  # whole and locked before a successor can see it
@@ -111,7 +116,7 @@ class Journal:
 def _lock(path: Path) -> int | None:
     """The open file, if its process is gone and nobody else has taken it."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
@@ -126,15 +131,24 @@ def _lock(path: Path) -> int | None:
 
 
 def _write(file: int, entry: Entry) -> None:
-    """One JSON line per state, appended: a half-written last line leaves the state before it."""
+    """One JSON line per state, appended: a half-written last line leaves the state before it.
+
+    Raises OSError where the disk does not take it; then the file is as before, since nothing may follow half a line.
+    """
     line = {
         "version": VERSION,
         "transaction": entry.transaction_id,
         "servers": dict(entry.servers),
         "committing": entry.is_committing,
     }
-    os.write(file, json.dumps(line).encode() + b"\n")
-    os.fsync(file)
+    data, size = json.dumps(line).encode() + b"\n", os.fstat(file).st_size
+    try:
+        if os.write(file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, size)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

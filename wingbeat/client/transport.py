@@ -1,7 +1,7 @@
 """HTTP to the server: one shared aiohttp session, typed bodies and replies, retries in this one layer.
 
-What is retried: connections that fail, time-outs, and refusals that ask to come back (429, 503 and a
-proxy's 502, 504).  A request that may not be repeated (``repeatable=False``) is retried only if the
+What is retried: connections that fail, time-outs, answers that are no HTTP, and refusals that ask to come back (429,
+503 and a proxy's 502, 504).  A request that may not be repeated (``repeatable=False``) is retried only if the
 server cannot have acted on it: no connection was made, or it answered with a refusal.
 """
 
@@ -24,7 +24,7 @@ from pydantic_core import PydanticSerializationError
 from wingbeat.client.failures import error_from_reply, parse_retry_after
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.tls import tls_fault, tls_hint
-from wingbeat.core.errors import RequestError, UnavailableError, WingbeatError
+from wingbeat.core.errors import OverloadedError, RequestError, UnavailableError, WingbeatError
 from wingbeat.core.negotiation import check_answer, write_range
 from wingbeat.core.protocol import CLIENT_HEADER, PROTOCOL_HEADER
 from wingbeat.core.tls import client_context
@@ -33,7 +33,9 @@ logger = logging.getLogger("wingbeat.client")
 
 R = TypeVar("R", bound=BaseModel)
 
-_FAILURES = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
+_FAILURES = (aiohttp.ClientError, asyncio.TimeoutError)
+MAX_REASON = 300
+"""Characters of what a failed connection says: an answer that is no HTTP is quoted in it."""
 _JSON_HEADERS = {"Content-Type": "application/json", PROTOCOL_HEADER: write_range()}
 
 
@@ -130,11 +132,13 @@ class Transport:
         retry = call.retry or self.retry
         started = time.monotonic()
         attempt = 0
+        was_full = False  # it answered the last try, and said no
         while True:
             result = await self._send_once(call, body)
             if isinstance(result, bytes):
                 if attempt:
-                    logger.info("%s: the server at %s answers again", call.where, self.url)
+                    told = "%s: the server at %s takes it now" if was_full else "%s: the server at %s answers again"
+                    logger.info(told, call.where, self.url)
                 return result
             if not result.error.retryable or (result.may_have_acted and not call.repeatable):
                 raise result.error
@@ -144,6 +148,7 @@ class Transport:
                 raise result.error
             if attempt == 0:
                 logger.warning("%s; trying again", result.error.message)
+            was_full = isinstance(result.error, OverloadedError)
             attempt += 1
             await asyncio.sleep(delay)
 
@@ -174,6 +179,7 @@ class Transport:
             return refused
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        reason = " ".join(reason.split())[:MAX_REASON]
         return UnavailableError(
             f"{call.where}: expected a Wingbeat server at {self.url}, got {reason}; is `wingbeat serve` running there?"
             + tls_hint(self.url, error)

@@ -43,7 +43,7 @@ def load_python_file(path: Path, *, what: str) -> ModuleType:
         ) from error
     except SetupError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SetupError(f"{path} fails when imported: {_where(error, path)}") from error
     finally:
         if not loaded:
@@ -51,7 +51,16 @@ def load_python_file(path: Path, *, what: str) -> ModuleType:
     return module
 
 
-def _where(error: Exception, path: Path) -> str:
+def missing_files(error: BaseException, root: Path) -> tuple[Path, ...]:
+    """Where below ``root`` the module could be whose absence caused this error; () for other errors."""
+    cause = error.__cause__
+    if not isinstance(cause, ModuleNotFoundError) or not cause.name:
+        return ()
+    place = root.joinpath(*cause.name.split("."))
+    return place.with_name(f"{place.name}.py"), place / "__init__.py"
+
+
+def _where(error: BaseException, path: Path) -> str:
     """``NameError: ... (line 3)``: the last line of the file that the error passed through."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):

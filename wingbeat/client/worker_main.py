@@ -8,7 +8,7 @@ agents print where they like.
     parent ── plan ──▶                      ◀── ready (digest, files) | failed ── child
            ── go ──▶   leases and runs      ◀── ended, of each episode where their number is limited
            ── stop ──▶ ends its episodes    ◀── replace (reason), any time
-                                            ◀── done (counts) | failed
+                                            ◀── stats (counts), then done | failed
 
 A parent that vanishes closes standard input, which is an order to stop, too.
 """
@@ -30,6 +30,7 @@ from wingbeat.client.code import loaded_code, split_agent
 from wingbeat.client.plans import RolloutPlan, connect, load_plan
 from wingbeat.client.processes import SIGNALS, run_async, set_up_logging
 from wingbeat.client.runner import Runner
+from wingbeat.client.user_code import missing_files
 from wingbeat.core.errors import SetupError, WingbeatError
 
 FAILED_EXIT = 1
@@ -97,7 +98,7 @@ class News:
             return
 
 
-async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> dict[str, Any]:
+async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> None:
     """The runner's life, from the order to go on."""
     started = asyncio.Event()
     async with connect(plan) as swarm:
@@ -119,7 +120,40 @@ async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> d
 
         orders.follow(obey)
         await started.wait()
-        return {} if runner.stopping else dataclasses.asdict(await runner.run())
+        if runner.stopping:
+            return
+        try:
+            await runner.run()
+        finally:
+            news.tell("stats", stats=dataclasses.asdict(runner.stats))
+
+
+async def _work(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> int:
+    """Tells how it ended, and returns the exit code.
+
+    From within the loop: closing that waits for threads of the agent, which may never end.
+    """
+    try:
+        await _run(plan, agent, orders, news)
+    except WingbeatError as error:
+        return _tell_failure(error, plan, news)
+    news.tell("done")
+    return 0
+
+
+def _tell_failure(error: WingbeatError, plan: RolloutPlan, news: News) -> int:
+    """The parent watches the agent's files, and those that it lacks, until it is mended."""
+    main, name = split_agent(plan.agent)
+    code = loaded_code(main.resolve(), name)
+    news.tell(
+        "failed",
+        message=error.message,
+        is_setup=isinstance(error, SetupError),
+        files=[str(path) for path in code.files],
+        missing=[str(path) for path in missing_files(error, main.resolve().parent)],
+        digest=code.digest,
+    )
+    return error.exit_code if isinstance(error, SetupError) else FAILED_EXIT
 
 
 def main() -> None:
@@ -135,10 +169,6 @@ def main() -> None:
     try:
         agent = load_agent(plan.agent)
         news.tell("ready", digest=agent.code.digest, files=[str(path) for path in agent.code.files])
-        news.tell("done", stats=run_async(_run(plan, agent, orders, news)))
     except WingbeatError as error:
-        is_setup = isinstance(error, SetupError)
-        code = loaded_code(split_agent(plan.agent)[0].resolve(), split_agent(plan.agent)[1])
-        files = [str(path) for path in code.files]
-        news.tell("failed", message=error.message, is_setup=is_setup, files=files, digest=code.digest)
-        sys.exit(error.exit_code if isinstance(error, SetupError) else FAILED_EXIT)
+        sys.exit(_tell_failure(error, plan, news))
+    sys.exit(run_async(_work(plan, agent, orders, news)))

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from wingbeat.client.plans import RolloutPlan, dump_plan
-from wingbeat.client.runner import RunnerStats
+from wingbeat.client.runner_stats import RunnerStats
 
 logger = logging.getLogger("wingbeat.client")
 
@@ -43,8 +43,10 @@ class Failure:
     """The agent, or this machine, must be changed first."""
     files: tuple[Path, ...] = ()
     """The agent's files, as far as they were loaded."""
+    missing: tuple[Path, ...] = ()
+    """Where what it imports in vain could be."""
     digest: str = ""
-    """Of these."""
+    """Of the files."""
 
 
 class WorkerProcess:
@@ -158,12 +160,18 @@ class WorkerProcess:
                 self.num_ended += 1
             case "replace":
                 self.replacement_reason = news["reason"]
+            case "stats":
+                self.stats = RunnerStats(**news["stats"])
             case "done":
-                self.stats, self._is_done = RunnerStats(**news["stats"]), True
+                self._is_done = True
             case "failed":
-                files = tuple(map(Path, news["files"]))
                 self.failure = Failure(
-                    news["message"], is_told=True, is_setup=news["is_setup"], files=files, digest=news["digest"]
+                    news["message"],
+                    is_told=True,
+                    is_setup=news["is_setup"],
+                    files=tuple(map(Path, news["files"])),
+                    missing=tuple(map(Path, news["missing"])),
+                    digest=news["digest"],
                 )
             case strange:
                 raise AssertionError(f"news of a client process that nobody knows: {strange!r}")

@@ -125,5 +125,5 @@ class ResourcePool(Protocol):
 
     def lease(self, spec: Any, *, name: str = "", owner: str = "") -> AbstractAsyncContextManager[ResourceLease]: ...
     async def release_owner(self, owner: str) -> int:
-        """End all leases of an owner (an episode id); returns how many there were."""
+        """End all leases of an owner (an attempt at an episode); returns how many there were."""
         ...

@@ -155,6 +155,8 @@ class LeaseRequest(Wire):
     """Tells the processes of a client apart, so that one can leave (``POST /api/tasks/release``)."""
     sources: list[Identifier] | None = Field(default=None, min_length=1, max_length=1000)
     """The task sources that this client can run; None: all."""
+    idempotency_key: Identifier | None = None
+    """The same key again, after a lost answer, gets the same leases, as long as they are neither begun nor lapsed."""
 
 
 class Lease(Wire):

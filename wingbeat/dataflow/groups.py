@@ -163,6 +163,10 @@ class GroupBook:
             slot.reason = "no client with its group's version of the agent was left"
         return True
 
+    def is_recalled(self, group_id: str) -> bool:
+        """Slots that come free in such a group must be given up, too: nobody may take them."""
+        return group_id in self._groups and self._groups[group_id].is_recalled
+
     def begin(self, episode_id: str, attempt: int) -> None:
         """A leased attempt starts; from now on no earlier attempt can count."""
         slot = self._slot(episode_id)[1]

@@ -25,6 +25,7 @@ from wingbeat.core.samples import TrainingBatch
 from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.dataflow.ledger_attempt_writes import AttemptWrites, WallClock, compress, pack
 from wingbeat.dataflow.ledger_backup import Backup, Stop, back_up
+from wingbeat.dataflow.ledger_connection import OWNER_ONLY
 from wingbeat.dataflow.ledger_damage import name_damage
 from wingbeat.dataflow.ledger_integrity import teach
 from wingbeat.dataflow.ledger_lineages import begin_lineage
@@ -294,6 +295,8 @@ def _open_for_writing(path: Path, lock: BinaryIO, run: RunMeta) -> tuple[sqlite3
     """A connection to this run's whole and current ledger."""
     closed_at = take_closing_mark(lock)
     require_content(path, closed_at=closed_at)
+    if not path.exists():
+        path.touch(mode=OWNER_ONLY)
     writing = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         configure(writing)

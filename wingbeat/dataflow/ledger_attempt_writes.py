@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -216,14 +216,12 @@ class AttemptWrites(LedgerReader):
         """After :meth:`erase_episode`: leave nothing of it in the write-ahead log, either.  Call it in a thread."""
         return empty_log(self._path)
 
-    def erase_episode(self, episode_id: str, *, needed_after: Mapping[str, int]) -> Future[int]:
+    def erase_episode(self, episode_id: str) -> Future[int]:
         """Take an episode's text out of the ledger; resolves to the number of batches that still hold it.
 
-        ``needed_after``: per policy, the step after which operators may replay batches.  Fails with UnknownEpisode.
+        Fails with UnknownEpisode.
         """
-        return self._commits.submit(
-            lambda db: erase_episode(db, episode_id, compress=compress, needed_after=needed_after)
-        )
+        return self._commits.submit(lambda db: erase_episode(db, episode_id, compress=compress))
 
     def _finish_row(
         self, record: EpisodeRecord, *, transaction_id: str | None = None, decider: str | None = None

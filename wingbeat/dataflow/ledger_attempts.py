@@ -19,6 +19,9 @@ from wingbeat.dataflow.ledger_schema import AttemptState, check_attempt
 from wingbeat.dataflow.ledger_views import RunningAttempt
 from wingbeat.dataflow.records import BeginRecord
 
+COLUMNS = """episode_id, attempt, group_id, label, client, code, idempotency_key, begin_digest, key_digests,
+    begin_policies, idle_timeout_s, heartbeats, state, created_s, transaction_id, decider, outcome, cause, message"""
+"""Not the tokens, which may be megabytes: control asks on its event loop, also for strangers with wrong keys."""
 OPEN_STATES = (AttemptState.RUNNING, AttemptState.LOST, AttemptState.PREPARED)
 
 
@@ -117,7 +120,7 @@ def interrupt_running(db: sqlite3.Connection, *, keep: Collection[tuple[str, int
 def running_attempts(db: sqlite3.Connection) -> tuple[RunningAttempt, ...]:
     """Of open groups, in order of their beginning: the newest attempt of an episode, where it may still finish."""
     rows = db.execute(
-        f"""SELECT * FROM episodes e WHERE state IN ({", ".join("?" * len(OPEN_STATES))})
+        f"""SELECT {COLUMNS} FROM episodes e WHERE state IN ({", ".join("?" * len(OPEN_STATES))})
         AND group_id IN (SELECT group_id FROM groups WHERE state = 'open')
         AND attempt = (SELECT MAX(attempt) FROM episodes n WHERE n.episode_id = e.episode_id) ORDER BY e.rowid""",
         OPEN_STATES,
@@ -127,7 +130,7 @@ def running_attempts(db: sqlite3.Connection) -> tuple[RunningAttempt, ...]:
 
 def attempts_begun(db: sqlite3.Connection, episode_id: str) -> tuple[RunningAttempt, ...]:
     """All attempts of an episode, whatever became of them, the first one first."""
-    rows = db.execute("SELECT * FROM episodes WHERE episode_id = ? ORDER BY attempt", (episode_id,))
+    rows = db.execute(f"SELECT {COLUMNS} FROM episodes WHERE episode_id = ? ORDER BY attempt", (episode_id,))
     return tuple(_attempt(row) for row in rows)
 
 
@@ -145,12 +148,12 @@ def _attempt(row: sqlite3.Row) -> RunningAttempt:
     )
 
 
-def begun(db: sqlite3.Connection, idempotency_key: str) -> BeginRecord | None:
+def begun(db: sqlite3.Connection, idempotency_key: str) -> RunningAttempt | None:
     """The newest attempt that a request of this idempotency key began."""
     row = db.execute(
-        "SELECT * FROM episodes WHERE idempotency_key = ? ORDER BY rowid DESC LIMIT 1", (idempotency_key,)
+        f"SELECT {COLUMNS} FROM episodes WHERE idempotency_key = ? ORDER BY rowid DESC LIMIT 1", (idempotency_key,)
     ).fetchone()
-    return None if row is None else begin_of(row)
+    return None if row is None else _attempt(row)
 
 
 def begin_of(row: sqlite3.Row) -> BeginRecord:

@@ -17,16 +17,18 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from wingbeat.core.errors import LedgerCorrupt, SetupError, UnavailableError
+from wingbeat.core.errors import LedgerCorrupt, SetupError, UnavailableError, UnknownEpisode
 from wingbeat.core.files import write_atomically
-from wingbeat.dataflow.ledger_connection import connect_read_only
+from wingbeat.dataflow.ledger_attempt_writes import compress
+from wingbeat.dataflow.ledger_connection import OWNER_ONLY, connect_read_only
 from wingbeat.dataflow.ledger_damage import backup_of, name_damage
+from wingbeat.dataflow.ledger_erase import erase_episode, overwrite_what_goes
 from wingbeat.dataflow.ledger_integrity import SEALED, damaged_graphs, damaged_rows, teach
 from wingbeat.dataflow.ledger_opening import lock_ledger
 from wingbeat.dataflow.ledger_rows import close_open_group, set_meta, to_json
@@ -44,6 +46,9 @@ ROOM_LEFT_BYTES = 64 * 2**20
 
 MAYBE_TRAINED = "maybe_trained"
 """Why samples of a restored ledger train no more: whether a step after the copy had trained them nobody knows."""
+
+DELETED = "collected_deleted"
+"""The event of an episode whose text was erased."""
 
 Stop = Callable[[], bool]
 
@@ -106,7 +111,8 @@ def restore(path: Path, *, clock: Callable[[], float] = time.time) -> tuple[Path
 
     What a step after the copy may have trained trains no more, since nobody knows: waiting samples are dropped, and
     open groups with finished members close, their tasks to be dealt again.  A trainer that is further than the copy
-    keeps its weights: its step begins the next lineage.
+    keeps its weights: its step begins the next lineage.  What was erased since the copy, as the run's events say, is
+    erased again.
 
     Raises SetupError where there is no copy, or it is damaged, too, or a server writes the ledger.
     """
@@ -119,7 +125,7 @@ def restore(path: Path, *, clock: Callable[[], float] = time.time) -> tuple[Path
             )
         lock.truncate(0)  # whoever opens it next looks at all of it
         kept = _free_name(path)
-        for suffix in ("-wal", "-shm", ""):
+        for suffix in ("", "-wal", "-shm"):  # never the ledger without its last writes, wherever a kill ends this
             part = path.with_name(path.name + suffix)
             if part.exists():
                 part.rename(kept.with_name(kept.name + suffix))
@@ -127,7 +133,9 @@ def restore(path: Path, *, clock: Callable[[], float] = time.time) -> tuple[Path
         _copy_file(backup, temporary)
         with closing(sqlite3.connect(temporary, isolation_level=None)) as db:
             teach(db)
+            overwrite_what_goes(db)
             _forget_uncertain(db, now=clock())
+            _erase_again(db, path.with_name("events.jsonl"))
         _sync(temporary)
         temporary.rename(path)
         _sync(path.parent)
@@ -162,6 +170,7 @@ def _copy(path: Path, target: Path, *, stop: Stop) -> bool:
         if remaining:
             time.sleep(PAUSE_S)
 
+    target.touch(mode=OWNER_ONLY)
     with closing(connect_read_only(path)) as source, closing(sqlite3.connect(target, isolation_level=None)) as copy:
         copy.execute("PRAGMA synchronous = OFF")
         copy.execute("PRAGMA journal_mode = OFF")
@@ -230,6 +239,30 @@ def _forget_uncertain(db: sqlite3.Connection, *, now: float) -> None:
     db.execute("COMMIT")
 
 
+def _erase_again(db: sqlite3.Connection, events: Path) -> None:
+    """A copy of before must not bring back what people had deleted."""
+    deleted: dict[str, None] = {}
+    if events.is_file():
+        with events.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with suppress(msgspec.MsgspecError):  # a torn line
+                    event = msgspec.json.decode(line, type=_Deleted) if DELETED in line else None
+                    if event is not None and event.event == DELETED:
+                        deleted[event.episode_id] = None
+    db.execute("BEGIN IMMEDIATE")
+    for episode_id in deleted:
+        with suppress(UnknownEpisode):  # the copy never had it
+            erase_episode(db, episode_id, compress=compress)
+    db.execute("COMMIT")
+
+
+class _Deleted(msgspec.Struct):
+    """What the restoring of a copy needs of an event."""
+
+    event: str
+    episode_id: str
+
+
 def _free_name(path: Path) -> Path:
     number = 1
     while (kept := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
@@ -238,6 +271,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _copy_file(source: Path, target: Path) -> None:
+    target.touch(mode=OWNER_ONLY)
     with source.open("rb") as reading, target.open("wb") as writing:
         while block := reading.read(2**20):
             writing.write(block)

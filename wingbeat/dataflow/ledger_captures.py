@@ -102,6 +102,25 @@ class Captures:
             raise ValueError(f"{path.name} should keep turns of episode {episode_id}, and its header is damaged")
         return tuple(frames[1:])
 
+    def cut_damage(self, episode_id: str, attempt: int) -> bool:
+        """Remove what follows the last whole turn, so that what is appended next can be read.
+
+        True where that was more than an append that was cut off: turns are lost.
+        """
+        path = self._path(episode_id, attempt)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        _, end = _whole_frames(data)
+        if end < len(data):
+            os.truncate(path, end)
+        return _is_damaged(data, end)
+
+    def unreadable(self) -> tuple[Path, ...]:
+        """Files whose header is damaged, so that nobody knows of which attempt they are."""
+        return tuple(p for p in sorted(self._folder.glob(f"*{SUFFIX}")) if _header_of(_frames_in(p)) is None)
+
     def remove(self, episode_id: str, attempt: int) -> None:
         """Forget an attempt; harmless where nothing of it is there."""
         self._path(episode_id, attempt).unlink(missing_ok=True)

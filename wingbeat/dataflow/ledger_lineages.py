@@ -2,7 +2,7 @@
 
 Within the writer's transaction, like everything in ``ledger_rows``.  After it, batches off the surviving
 path are *abandoned* and those on it are not; a sample is *trained* or *batched* where a batch on the path holds
-it as its own, and *finished* where only abandoned ones do.
+it as its own, and *finished* where only abandoned ones do (*dropped* where it was erased).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from wingbeat.core.errors import ConflictError
 from wingbeat.dataflow.ledger_integrity import checksum, damaged, damaged_row, seal
 from wingbeat.dataflow.ledger_rows import to_json
-from wingbeat.dataflow.ledger_schema import BatchState, SampleState, check_rollback
+from wingbeat.dataflow.ledger_schema import ERASED, BatchState, SampleState, check_rollback
 from wingbeat.dataflow.lineages import Ancestry, Lineage
 
 
@@ -70,23 +70,24 @@ def _settled_batches(db: sqlite3.Connection, policy: str, ancestry: Ancestry) ->
 def _settle_samples(db: sqlite3.Connection, policy: str) -> None:
     """Each sample's state follows from the surviving batch that holds it as its own, or from there being none."""
     rows = db.execute(
-        """SELECT s.episode_id, s.attempt, s.state, s.batch_id, own.batch_id FROM samples s
+        """SELECT s.episode_id, s.attempt, s.state, s.batch_id, own.batch_id, s.reason FROM samples s
         LEFT JOIN (SELECT m.episode_id, m.attempt, m.batch_id FROM members m JOIN batches b USING (batch_id)
             WHERE b.policy = ?1 AND b.state = 'trained' AND NOT m.replayed) own USING (episode_id, attempt)
         WHERE s.policy = ?1 AND (s.batch_id IS NOT NULL OR own.batch_id IS NOT NULL)""",
         (policy,),
     ).fetchall()
-    for episode_id, attempt, state, batch_id, own in rows:
-        target = SampleState.FINISHED if own is None else SampleState.TRAINED
+    for episode_id, attempt, state, batch_id, own, reason in rows:
+        waits = SampleState.DROPPED if reason == ERASED else SampleState.FINISHED
+        target = waits if own is None else SampleState.TRAINED
         if state == target and batch_id == own:
             continue
         if state != target:
             check_rollback(episode_id, attempt, current=SampleState(state), target=target)
         db.execute(
-            """UPDATE samples SET state = ?1, batch_id = ?2, reason = NULL,
+            """UPDATE samples SET state = ?1, batch_id = ?2, reason = ?6,
             masked = CASE WHEN ?2 IS NULL THEN 0 ELSE masked END
             WHERE episode_id = ?3 AND attempt = ?4 AND policy = ?5""",
-            (target, own, episode_id, attempt, policy),
+            (target, own, episode_id, attempt, policy, ERASED if reason == ERASED else None),
         )
 
 

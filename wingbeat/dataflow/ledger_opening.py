@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from wingbeat.core.errors import LedgerCorrupt, SetupError
 from wingbeat.dataflow.ledger_damage import backup_of, is_damage
+from wingbeat.dataflow.ledger_erase import overwrite_what_goes
 from wingbeat.dataflow.ledger_integrity import damaged_rows
 from wingbeat.dataflow.ledger_rows import set_meta
 from wingbeat.dataflow.ledger_schema import TABLES, BatchState, SampleState
@@ -95,6 +96,7 @@ def configure(db: sqlite3.Connection) -> None:
     if mode != "wal":
         raise SetupError(f"the ledger's file system does not support SQLite's WAL (got {mode!r}); use a local disk")
     db.execute("PRAGMA synchronous = FULL")
+    overwrite_what_goes(db)
     db.execute("PRAGMA busy_timeout = 5000")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.ledger_attempts import attempts_begun, begun, running_attempts
 from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_connection import captures_folder, connect_read_only
+from wingbeat.dataflow.ledger_damage import is_damage, name_damage
 from wingbeat.dataflow.ledger_decoding import (
     GROUP_COLUMNS,
     UNCONSUMED_COLUMNS,
@@ -28,7 +30,7 @@ from wingbeat.dataflow.ledger_lineages import read_ancestry
 from wingbeat.dataflow.ledger_migrations import check_version, schema_version
 from wingbeat.dataflow.ledger_report_reader import LedgerReports
 from wingbeat.dataflow.ledger_rows import HALTS, OPERATORS
-from wingbeat.dataflow.ledger_schema import SCHEMA_VERSION, AttemptState
+from wingbeat.dataflow.ledger_schema import ERASED, SCHEMA_VERSION, AttemptState
 from wingbeat.dataflow.ledger_transactions import in_doubt, read_decision, read_record
 from wingbeat.dataflow.ledger_views import (
     AttemptView,
@@ -38,7 +40,7 @@ from wingbeat.dataflow.ledger_views import (
     RunningAttempt,
 )
 from wingbeat.dataflow.lineages import Ancestry
-from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec, ReadyGroup
+from wingbeat.dataflow.records import EpisodeRecord, GroupSpec, ReadyGroup
 
 
 class LedgerReader(LedgerReports):
@@ -138,7 +140,7 @@ class LedgerReader(LedgerReports):
         with self.snapshot() as connection:
             return attempts_begun(connection, episode_id)
 
-    def begun(self, idempotency_key: str) -> BeginRecord | None:
+    def begun(self, idempotency_key: str) -> RunningAttempt | None:
         """The newest attempt that a request of this idempotency key began."""
         with self.snapshot() as connection:
             return begun(connection, idempotency_key)
@@ -210,6 +212,15 @@ class LedgerReader(LedgerReports):
             )
             return [decode_batch(row) for row in rows]
 
+    def erased_after(self, policy: str, step: int) -> frozenset[tuple[str, int]]:
+        """(episode id, attempt) of what batches of later steps than ``step`` trained first and was erased since."""
+        rows = self._rows(
+            """SELECT s.episode_id, s.attempt FROM batches b JOIN samples s USING (batch_id)
+            WHERE b.policy = ? AND b.step > ? AND s.reason = ?""",
+            (policy, step, ERASED),
+        )
+        return frozenset((str(row[0]), int(row[1])) for row in rows)
+
     def weights_checksum(self, policy: str, step: int) -> str:
         """Of what a surviving step's weights were when they were published; "" where nobody recorded it."""
         rows = self._rows(
@@ -231,7 +242,9 @@ def open_read_only(path: Path) -> LedgerReader:
             raise SetupError(
                 f"{path} has schema version {version}, expected {SCHEMA_VERSION}; start its run once, which upgrades it"
             )
-    except SetupError:
+    except SetupError as error:
         connection.close()
+        if isinstance(error.__cause__, sqlite3.Error) and is_damage(error.__cause__):
+            raise name_damage(error.__cause__, path) from error
         raise
     return LedgerReader(path, connection, captures=Captures(captures_folder(path)))

@@ -84,12 +84,15 @@ SAMPLE_TRANSITIONS: Mapping[SampleState, frozenset[SampleState]] = {
 
 ROLLBACK_TRANSITIONS: Mapping[SampleState, frozenset[SampleState]] = {
     SampleState.FINISHED: frozenset({SampleState.TRAINED}),
-    SampleState.BATCHED: frozenset({SampleState.FINISHED, SampleState.TRAINED}),
-    SampleState.TRAINED: frozenset({SampleState.FINISHED}),
+    SampleState.BATCHED: frozenset({SampleState.FINISHED, SampleState.TRAINED, SampleState.DROPPED}),
+    SampleState.TRAINED: frozenset({SampleState.FINISHED, SampleState.DROPPED}),
     SampleState.DROPPED: frozenset({SampleState.TRAINED}),
 }
-"""Where a lineage begins: back to the buffer, or (a trainer that returned with steps that were abandoned before)
-into what its checkpoint holds."""
+"""Where a lineage begins: back to the buffer (what was erased is dropped), or (a trainer that returned with steps that
+were abandoned before) into what its checkpoint holds."""
+
+ERASED = "erased"
+"""The reason of samples whose text is gone, whatever their state: they never train again."""
 
 
 def check_attempt(episode_id: str, attempt: int, *, current: AttemptState, target: AttemptState) -> None:

@@ -36,6 +36,7 @@ def check_exposure(config: Config, config_dir: Path, *, resume: Path | None = No
         raise ConfigError(
             f"server.keys_file: no file {file.path}; `wingbeat keys create admin --file {file.path}` makes one"
         )
+    file.check_present()
     has_admin = server.admin_key is not None or any(key.role is Role.ADMIN for key in file.read())
     if not has_admin and not is_loopback(server.host):
         raise ConfigError(exposed(server.host, file.path))

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import without_keys
 from wingbeat.core.lifeline import LIFELINE_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.spec.environment, LIFELINE_VARIABLE: "1"},
+                env={**without_keys(os.environ), **self.spec.environment, LIFELINE_VARIABLE: "1"},
                 start_new_session=True,
             )
         self._become(ChildState.RUNNING)

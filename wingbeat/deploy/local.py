@@ -51,7 +51,7 @@ def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) 
     for suffix in ("", *(f"-{i}" for i in range(1, 100))):
         run_dir = base / f"{config.run.name}-{stamp}{suffix}"
         try:
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir(parents=True, mode=0o700)  # logs, tasks and exports hold what agents read and wrote
         except FileExistsError:
             continue
         except OSError as error:

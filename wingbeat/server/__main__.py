@@ -18,6 +18,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,14 +37,18 @@ from wingbeat.core.tls import server_context
 from wingbeat.server.control import Control
 from wingbeat.server.http.app import create_app
 from wingbeat.server.http.protocol import Bounds, bounded_protocol, sweep
+from wingbeat.server.http.tls_port import TlsPort
 from wingbeat.server.keys.file import KeyFile, exposed, key_file_path
 from wingbeat.server.keys.ring import KeyRing, OwnKeys
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 30
 GC_THRESHOLDS = (20_000, 20, 50)
 """Allocations before a collection of the youngest objects, and how many of those before one of the older."""
 OWN_FILES = 1024
-"""Files that control has open besides its connections: the ledger, captures, logs."""
+"""Files that control has open besides its connections: the ledger, captures, logs; and what callers of this machine
+have in reserve."""
 SWEEP_EVERY_S = 1.0
 """How often slow requests are looked for."""
 KEEP_ALIVE_S = 75
@@ -75,8 +80,8 @@ def shorten_gc_pauses() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def allow_files(wanted: int) -> None:
-    """Let this process have as many files and connections open as the system permits, up to ``wanted``.
+def allow_files(wanted: int) -> int:
+    """Let this process have as many files and connections open as the system permits, up to ``wanted``; how many.
 
     The usual 1024 of a login shell would end at a thousand connections with an error per call.
     """
@@ -84,6 +89,22 @@ def allow_files(wanted: int) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def fitting_connections(wanted: int) -> int:
+    """How many connections of ``server.max_connections`` leave the ledger its files, whatever callers do."""
+    num_files = allow_files(wanted + OWN_FILES)
+    fitting = max(num_files - OWN_FILES, num_files // 2)
+    if fitting < wanted:
+        logger.warning(
+            "server.max_connections = %d: this system lets a process have %d files open, so %d connections are"
+            " accepted; raise the hard limit (ulimit -Hn)",
+            wanted,
+            num_files,
+            fitting,
+        )
+    return min(wanted, fitting)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -104,14 +125,24 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+@dataclass(frozen=True, slots=True)
+class OuterPort:
+    """Where other machines come in, with TLS."""
+
+    listener: socket.socket
+    context: ssl.SSLContext
+    bounds: Bounds
+
+
 class AnnouncedServer(uvicorn.Server):
     """Writes its address once it serves, and not before: whoever reads it may call at once."""
 
-    def __init__(self, config: uvicorn.Config, *, address_file: Path, local: socket.socket | None = None) -> None:
-        """``local``: where the server's own processes come in without TLS, which would need its outer name."""
+    def __init__(self, config: uvicorn.Config, *, address_file: Path, outer: OuterPort | None = None) -> None:
+        """``outer``: with TLS, where other machines come in; the sockets of ``serve`` are without."""
         super().__init__(config)
         self._address_file = address_file
-        self._local = local
+        self._outer = outer
+        self._tls_port: TlsPort | None = None
         self._swept = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_signal: Callable[[], None] = lambda: None
@@ -122,12 +153,23 @@ class AnnouncedServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             shorten_gc_pauses()
-            url = local_url = _url("https" if self.config.is_ssl else "http", sockets[0])
-            if self._local is not None:
-                self.servers.append(await self._loop.create_server(self._protocol, sock=self._local))
-                local_url = _url("http", self._local)
+            url = local_url = _url("http", sockets[0])
+            if self._outer is not None:
+                url = _url("https", self._outer.listener)
+                self._tls_port = TlsPort(
+                    self._outer.listener,
+                    self._outer.context,
+                    self._outer.bounds,
+                    make=self._protocol,
+                    connections=self.server_state.connections,
+                )
             where = {"url": url, "local_url": local_url, "pid": os.getpid()}
             write_atomically(self._address_file, json.dumps(where).encode())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls_port is not None:
+            self._tls_port.close()
+        await super().shutdown(sockets)
 
     def _protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -157,6 +199,7 @@ def key_ring(launch: Launch, worker_key: str) -> KeyRing:
     """All keys of this server.  Raises SetupError where it would be open to other machines."""
     server = launch.config.server
     file = KeyFile(key_file_path(server.keys_file, runs=launch.run_dir.parent))
+    file.check_present()  # also where it was removed while the run went on
     own = OwnKeys(admin=os.environ.get(ADMIN_KEY_VARIABLE), client=os.environ.get(CLIENT_KEY_VARIABLE))
     workers = (worker_key, *((server.worker_key,) if server.worker_key is not None else ()))
     keys = KeyRing.of(server.admin_key, *workers, own=own, file=file)
@@ -179,9 +222,9 @@ async def serve(
 ) -> None:
     """Run control until a signal."""
     config = launch.config
-    allow_files(config.server.max_connections + OWN_FILES)
     keys = key_ring(launch, worker_key)
     tls = _tls(config)
+    bounds = Bounds(fitting_connections(config.server.max_connections), config.server.request_timeout_s)
     listener = bind(config.server.host, config.server.port)
     control = Control(
         config,
@@ -196,8 +239,7 @@ async def serve(
         uvicorn.Config(
             create_app(control, keys),
             loop="none",
-            http=bounded_protocol(Bounds(config.server.max_connections, config.server.request_timeout_s)),
-            ssl_context_factory=None if tls is None else lambda config, default: tls,
+            http=bounded_protocol(bounds),
             timeout_keep_alive=KEEP_ALIVE_S,
             ws="websockets-sansio",
             ws_max_size=MAX_FRAME_BYTES,
@@ -209,11 +251,11 @@ async def serve(
             lifespan="on",
         ),
         address_file=launch.run_dir / "server.json",
-        local=None if tls is None else bind("127.0.0.1", launch.local_port),
+        outer=None if tls is None else OuterPort(listener, tls, bounds),
     )
     server.on_signal = control.announce_stop
     control.on_stop = lambda: setattr(server, "should_exit", True)
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=[listener if tls is None else bind("127.0.0.1", launch.local_port)])
     if not server.started:
         raise RuntimeError("control could not start; the log above says why")
     if control.error is not None:

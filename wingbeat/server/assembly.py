@@ -76,7 +76,7 @@ def make_finishing(control: Control) -> Finishing:
             metrics=control.metrics,
             changed=control.changed,
             watch=control.watch,
-            on_closed=control.rollouts.forget_groups,
+            on_closed=control.rollouts.client_groups.close,
             on_settled=control.rollouts.issuer.settled,
             variants=control.variants,
             endings=control.endings,

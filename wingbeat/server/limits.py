@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from wingbeat.core.config.limits import LimitsConfig
-from wingbeat.core.errors import LimitReached
+from wingbeat.core.errors import LimitReached, RequestError
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.metrics import ControlMetrics
 
@@ -62,8 +62,8 @@ class Quota:
     def room(self, client: str) -> int:
         """How many more this client may have.
 
-        Where all together have too many, those that hold less than an equal part may still fill theirs up: many
-        greedy clients must not shut the others out.
+        Where all together have too many, those that hold less than an equal part may still fill theirs up, until
+        all have twice as much: many greedy clients must not shut the others out, nor fill the memory.
         """
         held = self._held.get(client, 0)
         own = self._limit - held
@@ -73,14 +73,19 @@ class Quota:
         if own <= left:
             return own
         num_clients = len(self._held) + (client not in self._held)
-        return min(own, max(left, self._total // num_clients - held))
+        return min(own, max(left, min(self._total // num_clients - held, left + self._total)))
 
     def check(self, client: str, count: int = 1) -> None:
-        """Raises LimitReached where the client may not have so many more."""
+        """Raises LimitReached where the client may not have so many more, RequestError where nobody ever may."""
         room = self.room(client)
         if count <= room:
             return
         self._refused(self._name)
+        if count > self._limit:
+            raise RequestError(
+                f"this takes {count} {self._what}, and one client may have {self._limit} (limits.{self._name}):"
+                " ask for less at once"
+            )
         held = self._held.get(client, 0)
         if held + count > self._limit:
             bound = f"{called(client)} has {held} of {self._limit} {self._what} (limits.{self._name})"
@@ -92,7 +97,7 @@ class Quota:
         raise LimitReached(f"{bound}: {self._help}", retry_after_s=1.0)
 
     def take(self, client: str, count: int = 1) -> None:
-        """Raises LimitReached, and then nothing is taken."""
+        """Raises as :meth:`check`, and then nothing is taken."""
         self.check(client, count)
         self.add(client, count)
 
@@ -152,6 +157,11 @@ class Rate:
         self._buckets[client] = (left - cost, now)
         if len(self._buckets) > MAX_BUCKETS:
             self._forget(now)
+
+    def owe(self, client: str, cost: float) -> None:
+        """More of a request that was let in already, as it turns out."""
+        left, since = self._buckets.get(client, (self._burst, self._clock()))
+        self._buckets[client] = (left - cost, since)
 
     def _forget(self, now: float) -> None:
         """Full buckets say nothing; beyond those, the oldest go."""

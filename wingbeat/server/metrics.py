@@ -112,7 +112,7 @@ class ControlMetrics:
         for worker, policies in engines.items():
             for policy, stats in policies.items():
                 for state in ("running", "waiting"):
-                    self.engine_requests.labels(worker, policy, state).set(stats[state])
+                    self.engine_requests.labels(worker, policy, state).set(stats.get(state, 0.0))
 
     def render(self) -> bytes:
         """The text exposition format."""

@@ -34,10 +34,11 @@ def restore_run(control: Control) -> None:
     _close_evaluations(control)
     recovery = recover_episodes(control)
     open_groups = ledger.open_groups()
-    control.rollouts.restore_groups(group.spec.id for group in open_groups)
+    control.rollouts.client_groups.restore(group.spec.id for group in open_groups)
     for group in open_groups:
         control.book.restore(group.spec, slots=told_apart(group.spec, group.slots))
     take_up(control, recovery)
+    control.rollouts.begins.restarted()
     control.teams.restore()
     if state is not None:
         control.events.emit("resumed", versions={h.name: h.version for h in control.policies.values()})

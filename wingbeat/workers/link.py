@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 30
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+FAILURES_UNTIL_TOLD = 3
+"""In a row: a second after the first, when it is no mere restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,12 @@ class WorkerLink:
     def _give_up_after(self, error: Exception) -> None:
         if self._clock() - self._lost_since > self._give_up_s:
             raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
+        if self._failures == FAILURES_UNTIL_TOLD:
+            logger.warning(
+                "no control at %s (%s): trying for %.0f s; is `wingbeat serve` running there? With TLS its address"
+                " begins with https://",
+                *(self._url, error, self._give_up_s),
+            )
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         await socket.send_bytes(encode_frame([self._register]))

@@ -10,13 +10,15 @@ import pytest
 from bench.swarm_scale import CALLS, QUICK, Samples, measure, percentile, report, slope_mb_per_min
 
 CLIENT: dict[str, Any] = {
-    "seconds": {"begin": [0.01] * 98, "finish": [0.2, 0.3]},
+    "calls": {"begin": [(30.0, 0.01)] * 98 + [(15.0, 9.0)], "finish": [(31.0, 0.2), (32.0, 0.3), (99.0, 9.0)]},
     "begun": 50,
     "acknowledged": [f"e{index}:1" for index in range(50)],
     "refused": 0,
     "cpu_s": 1.0,
 }
-SAMPLES = Samples(open_episodes=[10, 1004, 990], rss=[(float(s), 100.0 + s / 60) for s in range(120)], full_s=20.0)
+SAMPLES = Samples(
+    open_episodes=[10, 1004, 990], rss=[(float(s), 100.0 + s / 60) for s in range(120)], full_s=20.0, full=(20.0, 90.0)
+)
 
 
 def test_percentiles_and_slopes_by_hand() -> None:
@@ -32,6 +34,8 @@ def test_the_report_adds_up_and_judges() -> None:
     assert found["concurrent_peak"] == 1004
     assert (found["lost_episodes"], found["episodes"]) == (0, 100)
     assert found["control_p99_ms"] == 200.0
+    assert found["with_ramp_p99_ms"] == 9000.0
+    assert found["calls"] == {"lease": 0, "begin": 196, "finish": 4, "status": 0}
     assert found["rss_slope_mb_per_min"] == pytest.approx(1.0)
     assert "rss_slope_mb_per_min <= 5" not in found["bars"]
     assert report([CLIENT], SAMPLES, missing=0, minutes=10.0)["bars"]["rss_slope_mb_per_min <= 5"]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from wingbeat.cli.agents_report import show_agents
 from wingbeat.cli.main import app
 from wingbeat.core.types import Outcome, Split, Task, Variant
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.dataflow.ledger_schema import AttemptState
-from wingbeat.dataflow.ledger_versions import predecessor
+from wingbeat.dataflow.ledger_versions import AgentVersionReport, predecessor
 from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 
@@ -78,7 +82,18 @@ def test_means_errors_and_differences_are_clustered_by_task(run_dir: Path) -> No
 def test_the_table_has_a_line_for_each(run_dir: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(run_dir), "--agents"])
     assert result.exit_code == 0, result.output
+    assert _row(Split.EVAL, tokens=0) == "-" and _row(Split.TRAIN, tokens=6) == "3.0"
     for shown in ("aaaaaaaaaaaa", "0.8750", "+0.1250", "2 tasks", "theirs", "client 1", "agent 4"):
         assert shown in result.output
     both = CliRunner().invoke(app, ["inspect", str(run_dir), "--agents", "--ledger"])
     assert both.exit_code == 2 and "--ledger and --agents are two reports" in " ".join(both.output.split())
+
+
+def _row(split: Split, *, tokens: int) -> str:
+    """The tokens that a line shows of two episodes; those of evaluations are not counted."""
+    console = Console(file=io.StringIO(), width=300)
+    endings = Counter({"agent": 2})
+    show_agents(console, (AgentVersionReport(OLD, split, endings=endings, tokens=tokens, first_s=1.0),), served=False)
+    assert isinstance(console.file, io.StringIO)
+    line = next(line for line in console.file.getvalue().splitlines() if "aaaaaaaaaaaa" in line)
+    return line.split("│")[-5].strip()

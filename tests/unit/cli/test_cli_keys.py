@@ -76,3 +76,12 @@ def test_durations() -> None:
     for text in ("", "3", "0d", "-1d", "1y", "1 d", "1e9d", "9999999999d"):
         with pytest.raises(RequestError):
             parse_duration(text)
+
+
+def test_the_list_fits_a_narrow_terminal(folder: Path) -> None:
+    run("create", "collect", "--name", "a shop with a name", "--train", "--policy", "solver", "--expires", "30d")
+    run("create", "collect", "--no-record")
+    shown = run("list")[1]
+    words = " ".join("".join(char if char.isprintable() and char not in "│┃" else " " for char in shown).split())
+    assert max(map(len, shown.splitlines())) <= 80 and not any(line.endswith("…") for line in shown.splitlines())
+    assert "collect:" in words and "train," in words and "record" in words and shown.splitlines()[0].endswith("┓")

@@ -65,3 +65,27 @@ def test_without_a_copy_nothing_is_touched(ledger: Ledger, tmp_path: Path) -> No
     code, said = run("ledger", "restore", str(tmp_path))
     assert code == 2 and "ledger_backup_s" in said
     assert (tmp_path / "ledger.sqlite").read_bytes() == before
+
+
+def test_a_sound_ledger_is_not_thrown_away(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.back_up()
+    ledger.record_end("e2", 1, state=AttemptState.LOST, outcome=Outcome.CLIENT, cause="heartbeat_lost").result()
+    ledger.close()
+    before = (tmp_path / "ledger.sqlite").read_bytes()
+    code, said = run("ledger", "restore", str(tmp_path))
+    assert code == 2 and "is sound" in said and "--force" in said
+    assert (tmp_path / "ledger.sqlite").read_bytes() == before
+    code, said = run("ledger", "restore", str(tmp_path), "--force")
+    assert code == 0 and "seconds ago" in said, said
+    (tmp_path / "ledger.sqlite").unlink()  # killed within a restore
+    assert run("ledger", "restore", str(tmp_path))[0] == 0
+    code, said = run("ledger", "restore", str(tmp_path / "nope"))
+    assert code == 2 and "no folder" in said
+
+
+def test_who_inspects_a_damaged_ledger_is_told_the_way_out(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.back_up()
+    ledger.close()
+    (tmp_path / "ledger.sqlite").write_bytes(b"garbage" * 1000)
+    code, said = run("inspect", str(tmp_path))
+    assert code == 2 and "is damaged" in said and "wingbeat ledger restore" in said

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.cli.connection import DEFAULT_URL, keys_by_server, named_servers
+from wingbeat.cli.connection import DEFAULT_URL, certificates_hints, keys_by_server, named_servers
+from wingbeat.cli.run import reach
 from wingbeat.client.agents import load_agent
 from wingbeat.client.plans import RolloutPlan, connect, dump_plan, load_plan
 from wingbeat.client.team import AsyncTeam
@@ -52,3 +53,30 @@ def test_the_example_of_two_servers_is_whole() -> None:
     assert other.server.peers == [f"http://127.0.0.1:{lead.server.port}"]
     assert list(lead.policies) == ["solver"] and list(other.policies) == ["verifier"]
     assert load_agent(str(EXAMPLE / "agent.py")).is_async
+
+
+def test_who_trusts_a_certificate_for_wingbeat_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's SDK would try for minutes, and say nothing but "Connection error"."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.delenv("WINGBEAT_CA_FILE", raising=False)
+    assert certificates_hints(["https://h:1"]) == ()
+    monkeypatch.setenv("WINGBEAT_CA_FILE", "cert.pem")
+    assert certificates_hints(["http://h:1"]) == ()
+    (hint,) = certificates_hints(["http://h:1", "https://h:1"])
+    assert "SSL_CERT_FILE is not" in hint
+    monkeypatch.setenv("SSL_CERT_FILE", "cert.pem")
+    assert certificates_hints(["https://h:1"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("url", "names", "reach_of_it"),
+    [
+        ("http://127.0.0.1:8321", [], ("on this machine", "http://127.0.0.1:8321")),
+        ("https://0.0.0.0:1", ["localhost", "train.lan"], ("from any machine", "https://train.lan:1")),
+        ("http://0.0.0.0:1", [], ("from any machine", "http://HOST:1")),
+        ("http://[::]:1", [], ("from any machine", "http://HOST:1")),
+        ("http://10.0.0.7:1", ["train.lan"], ("from any machine", "http://10.0.0.7:1")),
+    ],
+)
+def test_serve_says_how_it_can_be_called(url: str, names: list[str], reach_of_it: tuple[str, str]) -> None:
+    assert reach(url, names) == reach_of_it

@@ -37,7 +37,10 @@ def error(status: int, code: str, message: str = "no", **headers: str) -> web.Re
 
 @dataclass
 class FakeServer:
-    """``faults["POST /api/episodes"].append("lose")`` drops the reply of that route's next call, after acting."""
+    """``faults["POST /api/episodes"].append("lose")`` drops the reply of that route's next call, after acting.
+
+    "refuse" hangs up without acting, "garble" answers with what is no HTTP.
+    """
 
     admin_key: str | None = None
     heartbeat_s: float = 5.0
@@ -61,6 +64,7 @@ class FakeServer:
     stopped: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     _by_idempotency_key: dict[str, str] = field(default_factory=dict)
+    _reissued: str = ""
 
     # --- control by tests
 
@@ -92,8 +96,17 @@ class FakeServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @staticmethod
+    def answer(body: Json, status: int = 200) -> web.Response:
+        """For :meth:`order_fault`."""
+        return web.json_response(body, status=status)
+
     def order_fault(self, route: str, *faults: Any) -> None:
         self.faults.setdefault(route, deque()).extend(faults)
+
+    def reissue(self, episode_id: str) -> None:
+        """The next begin is another attempt of this episode."""
+        self._reissued = episode_id
 
     def add_leases(self, count: int, *, expires_s: float = 60.0, split: str = "train") -> None:
         for _ in range(count):
@@ -151,6 +164,10 @@ class FakeServer:
         fault = waiting.popleft() if waiting else None
         if isinstance(fault, web.Response):
             reply: web.StreamResponse = fault
+        elif fault == "garble":
+            request.transport.write(b"no HTTP\r\n\r\n")
+            request.transport.close()
+            reply = web.Response()
         elif fault == "refuse":
             request.transport.close()
             reply = web.Response()
@@ -203,6 +220,8 @@ class FakeServer:
     async def _begin(self, request: web.Request) -> web.Response:
         body = await request.json()
         key = body["idempotency_key"]
+        if self._reissued:
+            self._by_idempotency_key[key], self._reissued = self._reissued, ""
         if key not in self._by_idempotency_key:
             episode_id = f"ep-{len(self.records)}"
             self._by_idempotency_key[key] = episode_id

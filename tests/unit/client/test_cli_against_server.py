@@ -25,9 +25,9 @@ def logging_as_before() -> Iterator[None]:
         logger.handlers[:] = handlers
 
 
-def write_agent(folder: Path) -> str:
+def write_agent(folder: Path, *, reward: str = "0.5") -> str:
     path = folder / "agent.py"
-    path.write_text("import wingbeat\n@wingbeat.agent\nasync def solve(episode):\n    return 0.5\n")
+    path.write_text(f"import os, wingbeat\n@wingbeat.agent\nasync def solve(episode):\n    return {reward}\n")
     return str(path)
 
 
@@ -48,8 +48,8 @@ def test_rollout_runs_and_counts(server: Any, tmp_path: Path) -> None:
 def test_rollout_takes_server_and_key_from_the_environment(server: Any, tmp_path: Path) -> None:
     server.admin_key = "admin-key-of-16-characters"
     server.add_leases(2)
-    agent = write_agent(tmp_path)
-    environment = {"WINGBEAT_URL": server.url, "WINGBEAT_KEY": server.admin_key}
+    agent = write_agent(tmp_path, reward="0.5 - sum(name.startswith('WINGBEAT_KEY') for name in os.environ)")
+    environment = {"WINGBEAT_URL": server.url, "WINGBEAT_KEY": server.admin_key, "WINGBEAT_KEY_WEST": "another"}
     done = CliRunner().invoke(app, ["rollout", agent, "--split", "train"], env=environment)
     assert "2 episodes finished, mean reward 0.500" in done.output
     done = CliRunner().invoke(app, ["rollout", agent, "--server", server.url])

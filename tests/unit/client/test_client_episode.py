@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from wingbeat.client import AsyncSwarm, Episode
 from wingbeat.client.episode import EpisodeState
+from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.core.errors import (
     AuthenticationError,
     EpisodeClosed,
@@ -152,6 +154,14 @@ async def test_finish_is_sent_until_acknowledged(server: Any) -> None:
     assert server.records["ep-0"].finish["rewards"] == 1.0
 
 
+async def test_an_answer_that_is_no_http_costs_no_episode(server: Any) -> None:
+    """A proxy on the way may break down, too."""
+    server.order_fault(FINISH, "garble")
+    async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK) as episode:
+        await episode.finish(1.0)
+    assert server.calls[FINISH] == 2 and server.records["ep-0"].state == "finished"
+
+
 async def test_finish_survives_a_restart_of_the_server(server: Any) -> None:
     async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK) as episode:
         server.stop()
@@ -172,6 +182,16 @@ async def test_the_same_finish_twice_counts_once_and_another_is_refused(server: 
     assert server.records["ep-0"].finish["rewards"] == 1.0
 
 
+async def test_a_part_of_a_teams_episode_does_not_finish_alone(server: Any) -> None:
+    """It would count on one server only."""
+    async with AsyncSwarm(server.url) as one, AsyncSwarm(server.url) as other:
+        parts = {"east": await one.begin(task=TASK), "west": await other.begin(task=TASK)}
+        team: Any = SimpleNamespace(lead="east")
+        with pytest.raises(RequestError, match="part of a team's episode: finish that one"):
+            await TeamEpisode(team, parts)["west"].finish(1.0)
+        assert server.calls[FINISH] == 0
+
+
 async def test_late_finish_is_told(server: Any) -> None:
     async with AsyncSwarm(server.url) as swarm:
         with pytest.raises(EpisodeClosed, match="lost"):
@@ -187,12 +207,14 @@ async def test_not_a_number_is_refused_before_it_is_sent(server: Any) -> None:
         await episode.finish(0)
 
 
-async def test_admission_full_waits_as_long_as_asked(server: Any) -> None:
+async def test_admission_full_waits_as_long_as_asked(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "wingbeat.client")
     server.order_fault(BEGIN, refusal(server, 429, "admission_full", Retry_After="0.3"))
     started = time.monotonic()
     async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK) as episode:
         assert time.monotonic() - started >= 0.3
         await episode.finish(1.0)
+    assert "takes it now" in caplog.text and "answers again" not in caplog.text, "it was never away"
 
 
 async def test_budget_ends_retries_and_final_refusals_are_not_retried(server: Any) -> None:
@@ -256,6 +278,16 @@ async def test_keys(server: Any) -> None:
             await swarm.begin(task=TASK)
     async with AsyncSwarm(server.url, "admin") as swarm, swarm.episode(task=TASK) as episode:
         await episode.finish(1.0)
+
+
+async def test_all_tries_of_a_lease_call_have_one_key(server: Any) -> None:
+    server.add_leases(1)
+    server.order_fault("POST /api/tasks/lease", "lose")
+    async with AsyncSwarm(server.url) as swarm:
+        await swarm.lease()
+        await swarm.lease()
+    keys = [body["idempotency_key"] for body in server.asked]
+    assert keys[0] == keys[1] != keys[2] and len(keys) == 3
 
 
 async def test_begin_under_a_lease(server: Any) -> None:

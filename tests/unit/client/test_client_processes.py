@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wingbeat.client import RolloutPlan, RunnerOptions, fleet, run_rollouts
+from wingbeat.client import RolloutPlan, RunnerOptions, fleet, processes, run_rollouts
+from wingbeat.client.runner import HOPELESS_FAILURES
+from wingbeat.client.worker_process import WorkerProcess
 from wingbeat.core.errors import SetupError, WingbeatError
 
 AGENT = """
@@ -36,8 +42,8 @@ from wingbeat.client import RolloutPlan, RunnerOptions, run_rollouts
 from wingbeat.core.errors import WingbeatError
 
 if __name__ == "__main__":
-    options = RunnerOptions(grace_s=float(sys.argv[4]))
-    plan = RolloutPlan(sys.argv[1], sys.argv[2], concurrency=2, processes=int(sys.argv[3]), options=options)
+    options, count = RunnerOptions(grace_s=float(sys.argv[4])), int(sys.argv[3])
+    plan = RolloutPlan(sys.argv[1], sys.argv[2], concurrency=2, processes=count or 1, watch=not count, options=options)
     try:
         stats = run_rollouts(plan)
     except WingbeatError as error:
@@ -147,3 +153,92 @@ def test_a_child_that_crashes_is_started_again_until_it_crashes_too_often(
     with pytest.raises(WingbeatError, match=r"crashed 3 times .* exit code 7"):
         run_rollouts(plan)
     assert len(server.records) == 3, "each process began one episode"
+
+
+def test_an_agent_that_swallows_its_cancellation_keeps_no_process_alive(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "LEAVING_S", 0.05)
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    async def main() -> int:
+        left = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
+        return int(not left.done())
+
+    assert processes.run_async(main()) == 1
+    assert "were cancelled: 1;" in caplog.text
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_code_that_kills_its_process_is_tried_once_and_a_module_is_waited_for(server: Any, agent_file: Path) -> None:
+    server.stop_when_empty = False
+    with (agent_file.parent / "log").open("w+") as log:
+        command = [sys.executable, "program.py", str(agent_file), server.url, "0", "5"]
+        environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
+        process = subprocess.Popen(command, cwd=agent_file.parent, env=environment, stderr=log)
+
+        def said(text: str) -> int:
+            return Path(log.name).read_text().count(text)
+
+        try:
+            server.wait_for(lambda: bool(server.asked), 30)
+            agent_file.write_text("import os\nos._exit(3)\n")
+            until(lambda: said("ended with exit code 3"), "the first try")
+            agent_file.write_text("import sys\nsys.exit(4)\n")
+            until(lambda: said("fails when imported: SystemExit: 4 (line 2)"), "the next version")
+            agent_file.write_text(f"import later\n{AGENT}")
+            until(lambda: said("imports 'later'"), "the one after that")
+            assert said("does not load") == 3, "each was tried once"
+            code = server.asked[-1]["code"]
+            (agent_file.parent / "later.py").write_text("")
+            server.wait_for(lambda: server.asked[-1]["code"] != code, 30)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_what_a_module_keeps_to_the_end_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool of connections for all episodes, as our own examples have it, is nobody's to close."""
+
+    async def main() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    loop = processes.run_async(main())
+    loop.call_exception_handler({"message": "Unclosed connector"})
+    assert not caplog.records
+
+
+def test_a_thread_that_never_ends_keeps_no_process_alive() -> None:
+    program = (
+        "import asyncio, threading; from wingbeat.client.processes import leave_in_time, run_async\n"
+        "async def main(): asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)\n"
+        "run_async(main()); leave_in_time(7, after_s=0.1)"
+    )
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=30, check=False).returncode == 7
+
+
+async def test_a_process_that_gives_its_agent_up_tells_what_it_ran(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import wingbeat\n@wingbeat.agent\nasync def solve(episode):\n    raise ValueError\n"
+    )
+    server.add_leases(100)
+    process = WorkerProcess(RolloutPlan(str(tmp_path / "agent.py"), server.url, log_level=50))
+    assert await process.start()
+    process.go()
+    await process.wait()
+    assert process.failure is not None and process.failure.is_setup
+    assert process.stats.num_failed >= HOPELESS_FAILURES

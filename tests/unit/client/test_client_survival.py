@@ -17,6 +17,7 @@ from wingbeat.core.protocol import PROTOCOL_HEADER
 from wingbeat.core.types import Task
 
 TASK = Task("test", "1", {})
+SUPERSEDED = {"error": {"message": "the attempt is superseded", "type": "t", "code": "episode_closed"}}
 
 
 async def test_the_begin_promises_heartbeats_and_they_come_inside_the_period(server: Any) -> None:
@@ -29,6 +30,32 @@ async def test_the_begin_promises_heartbeats_and_they_come_inside_the_period(ser
         assert time.monotonic() - began < 4 * server.heartbeat_s, "before the server would call it lost"
         assert server.records["ep-0"].begin["client_id"] == swarm.client_id
         await episode.finish(1.0)
+
+
+async def test_a_server_that_comes_back_with_a_shorter_period_is_told_as_often_as_it_asks(server: Any) -> None:
+    server.heartbeat_s = 0.4
+    async with AsyncSwarm(server.url) as swarm, swarm.episode(task=TASK) as episode:
+        server.heartbeat_s = 0.01
+        server.wait_for(lambda: server.records["ep-0"].num_heartbeats >= 12, timeout_s=2.0)
+        await episode.finish(1.0)
+
+
+async def test_the_end_of_a_lost_attempt_does_not_silence_the_next_one_of_its_episode(server: Any) -> None:
+    """A client that was slow may be dealt the same member again while its agent still works at the lost attempt."""
+    server.heartbeat_s = 0.02
+    async with AsyncSwarm(server.url) as swarm:
+        first = await swarm.begin(task=TASK)
+        record = server.records["ep-0"]
+        server.wait_for(lambda: record.num_heartbeats >= 1)
+        record.key = "key-of-the-next-attempt"
+        server.reissue("ep-0")
+        second = await swarm.begin(task=TASK)
+        assert (second.id, second.api_key) == (first.id, "key-of-the-next-attempt")
+        server.order_fault("POST /api/episodes/{id}/abort", server.answer(SUPERSEDED, 409))
+        await first.abort("its agent gave up")
+        before = record.num_heartbeats
+        server.wait_for(lambda: record.num_heartbeats >= before + 3)
+        await second.finish(1.0)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -45,7 +72,7 @@ async def test_a_forked_child_neither_beats_nor_ends_its_parents_episode(server:
                 step = episode.__aexit__(RuntimeError, RuntimeError("in the child"), None)
                 step.send(None)
             except StopIteration:
-                swarm._heartbeats.remove(episode.id)
+                swarm._heartbeats.remove(episode.api_key)
                 swarm._heartbeats.close()
                 code = 0
             finally:

@@ -36,7 +36,9 @@ def test_exception_and_abort(server: Any) -> None:
         with swarm.episode(task=TASK) as episode:
             episode.abort("no tool", outcome=Outcome.INFRASTRUCTURE)
         assert episode.state is EpisodeState.ABORTED
-        with swarm.begin(task=TASK) as left:
+        with swarm.begin(task=TASK, tentative_s=5.0) as left:
+            server.order_fault("POST /api/episodes/{id}/confirm", server.answer({}))
+            left.confirm()
             assert isinstance(left, SyncEpisode)
     assert "KeyError" in server.records["ep-0"].abort["message"]
     assert server.records["ep-1"].abort["outcome"] == "infrastructure"

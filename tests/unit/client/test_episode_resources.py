@@ -27,10 +27,10 @@ class Answers:
         return b""
 
 
-def make_episode(pool: LocalPool | None) -> Episode:
+def make_episode(pool: LocalPool | None, *, attempt: int = 1) -> Episode:
     reply = BeginReply(
         episode_id="e1",
-        attempt=1,
+        attempt=attempt,
         base_url="http://127.0.0.1/v1",
         api_key="key",
         policies=["solver"],
@@ -67,6 +67,17 @@ async def test_a_lease_ends_with_its_episode(end: str) -> None:
         await lease.__aexit__(None, None, None)
         with pytest.raises(EpisodeClosed):
             episode.lease(spec)
+
+
+async def test_the_end_of_a_lost_attempt_leaves_the_next_one_its_resources() -> None:
+    """A client that was slow may hold two attempts of one episode."""
+    closed: list[str] = []
+    async with LocalPool() as pool:
+        first, second = make_episode(pool), make_episode(pool, attempt=2)
+        async with second.lease(LocalSpec(factory=lambda: "sandbox", close=closed.append)):
+            await first.abort("superseded")
+            assert closed == []
+        assert closed == ["sandbox"]
 
 
 async def test_a_block_that_ends_first_gives_back_first() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from wingbeat.client.team import AsyncTeam
 from wingbeat.client.team_begin import ANSWER_S, TENTATIVE_S, begin_everywhere
-from wingbeat.core.errors import ConflictError, OverloadedError, RequestError, UnavailableError
+from wingbeat.core.errors import AuthenticationError, ConflictError, OverloadedError, RequestError, UnavailableError
 from wingbeat.core.protocol import GroupModel, Lease, LeaseReply, TaskModel
 from wingbeat.core.types import Split, Task
 
@@ -46,6 +46,8 @@ class Server:
         self.room = room
         self.rng = rng
         self.flaky = flaky
+        self.forgets: list[Exception] = []
+        """What it says of the next trials that are to be confirmed."""
         self.held: Counter[str] = Counter()
         self.confirmed = 0
         self.used_up = 0
@@ -88,6 +90,8 @@ class Trial:
         await asyncio.sleep(self.server.rng.uniform(0.01, 0.2))
         if self.server.flaky and self.server.rng.random() < 0.2:
             raise ConflictError("it lapsed")
+        if self.server.forgets:
+            raise self.server.forgets.pop()
         self.is_confirmed = True
         self.server.confirmed += 1
 
@@ -122,11 +126,7 @@ async def play(servers: list[Server], *, num_teams: int, episodes: int, seed: in
         swarm: Any = AsyncTeam(mine, rng=Watched(seed + index, team, servers))  # pyright: ignore[reportArgumentType]
         done = 0
         while done < episodes:
-            try:
-                episode = await swarm.begin(task=Task("s", str(done)))
-            except ConflictError:
-                assert not any(server.held[team] for server in servers)
-                continue
+            episode = await swarm.begin(task=Task("s", str(done)))
             assert all(server.held[team] == 1 for server in servers)
             await asyncio.sleep(random.Random(seed + done).uniform(0.1, 3.0))
             for part in episode._episodes.values():
@@ -168,6 +168,20 @@ def lease() -> Lease:
         policies=["solver"],
         expires_s=60,
     )
+
+
+@pytest.mark.parametrize("ended", [ConflictError("it lapsed"), AuthenticationError("no episode of this server")])
+def test_a_trial_that_a_restart_forgot_is_begun_anew(ended: Exception) -> None:
+    """The servers let it begin a moment ago: that is no refusal for good, and uses up no try of a lease."""
+    rng = random.Random(0)
+    east, west = Server("east", 1, rng), Server("west", 1, rng)
+    west.forgets = [ended, ended]
+    team = AsyncTeam({"east": east.of("t"), "west": west.of("t")}, rng=rng)  # pyright: ignore
+    run(team.begin(task=Task("s", "1")))
+    assert (east.held.total(), west.held.total(), west.forgets) == (1, 1, [])
+    west.forgets, east.held["t"], west.held["t"] = [ended], 0, 0
+    with pytest.raises(OverloadedError, match="its trial ended before it was confirmed"):
+        run(team.begin(lease=lease()))
 
 
 class Refusing(Swarm):

@@ -71,7 +71,7 @@ class Part:
             raise self.server.refuses
         return self.reply("prepared")
 
-    async def finish(self, reward: Any, **more: Any) -> FinishReply:
+    async def finish_alone(self, reward: Any, **more: Any) -> FinishReply:
         self.reported = (reward, more["outcome"])
         self.state = EpisodeState.FINISHED
         return self.reply("finished")
@@ -227,6 +227,17 @@ async def test_a_cancelled_agent_does_not_stop_what_it_began_to_finish() -> None
     await table.team.close()
     assert table.episode.state is EpisodeState.FINISHED
     assert not any(part.aborts for part in table.parts.values())
+
+
+async def test_two_threads_that_finish_at_once_make_one_transaction(tmp_path: Path) -> None:
+    table = Table(journal=tmp_path)
+    first, second, other = await asyncio.gather(
+        table.episode.finish(1.0), table.episode.finish(1.0), table.episode.finish(0.0), return_exceptions=True
+    )
+    assert first == second and isinstance(other, ConflictError)
+    assert table.log == [("east", "prepare"), ("west", "prepare"), ("east", "commit"), ("west", "commit")]
+    await table.team.close()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

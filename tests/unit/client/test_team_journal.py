@@ -61,6 +61,27 @@ def test_entries_are_private_and_a_half_written_line_leaves_the_state_before_it(
     assert not left.entry.is_committing
 
 
+def test_a_full_disk_leaves_the_state_before_it_and_the_next_try_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a line that another one followed would hide that "commit" may have been said."""
+    entry = Journal(tmp_path).open(Entry("f" * 22, SERVERS))
+    with monkeypatch.context() as full:
+        write = os.write
+        full.setattr(os, "write", lambda file, data: write(file, data[:20]))
+        with pytest.raises(SetupError, match="No space left"):
+            entry.commit()
+    assert not entry.entry.is_committing
+    entry.commit()
+    entry.release()
+    (left,) = Journal(tmp_path).left()
+    assert left.entry.is_committing
+    left.commit()  # a successor says it again
+    left.release()
+    (left,) = Journal(tmp_path).left()
+    assert left.entry.is_committing
+
+
 def test_what_cannot_be_read_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / f"{'c' * 22}.transaction.json"
     for text in ("no json\n", '["a"]\n', '{"version": 1}\n', ""):

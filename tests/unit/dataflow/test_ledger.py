@@ -336,10 +336,14 @@ def test_files_that_are_no_ledgers_are_refused(tmp_path, make):
     with sqlite3.connect(other) as db:
         db.execute("CREATE TABLE songs (title TEXT)")
     db.close()
-    for path, said in ((text, "SQLite cannot open it"), (other, "expected a Wingbeat ledger")):
-        with pytest.raises(SetupError, match=said):
+    stranger = "expected a Wingbeat ledger"
+    for path, opened, read in (
+        (text, "SQLite cannot open it", "is damaged: file is not a database"),
+        (other, stranger, stranger),
+    ):
+        with pytest.raises(SetupError, match=opened):
             Ledger.open(path, run=make.run)
-        with pytest.raises(SetupError, match="expected a Wingbeat ledger"):
+        with pytest.raises(SetupError, match=read):
             open_read_only(path)
 
 

@@ -133,6 +133,8 @@ def test_a_backup_is_made_while_the_run_writes_and_restores_it(whole, open_ledge
     ledger = open_ledger()
     made = ledger.back_up()
     assert made is not None and made.path.name == "ledger.backup.sqlite"
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.backup.sqlite"):
+        assert path.with_name(name).stat().st_mode & 0o777 == 0o600, name
     ledger.record_finish(make.record("g3-1", group_id="g3")).result()
     with pytest.raises(SetupError, match="another server writes"):
         restore(path)
@@ -141,6 +143,7 @@ def test_a_backup_is_made_while_the_run_writes_and_restores_it(whole, open_ledge
     with pytest.raises(LedgerCorrupt, match="wingbeat ledger restore"):
         read(path, make.run)
     kept, manifest = restore(path)
+    assert path.stat().st_mode & 0o777 == 0o600
     assert kept.name == "ledger.damaged-1.sqlite" and manifest.trained_step == {"solver": 1}
     assert kept.stat().st_size == 5000
     waiting, still_open, *rest = read(path, make.run)
@@ -151,6 +154,45 @@ def test_a_backup_is_made_while_the_run_writes_and_restores_it(whole, open_ledge
         assert ledger.verify() == []
         reasons = {v.group.id: v.samples[0].reason for v in ledger.attempts() if v.samples}
     assert reasons["g2"] == reasons["g3"] == "maybe_trained"
+
+
+def test_a_copy_does_not_bring_back_what_was_deleted(whole, open_ledger, make):
+    path, _ = whole
+    ledger = open_ledger()
+    ledger.back_up()
+    ledger.close()
+    deletion = '{"t": 1.0, "event": "collected_deleted", "episode_id": "%s"}'
+    events = [deletion % "g2-0", deletion % "nobody", "{torn " + deletion % "g2-1", '{"event": "collected_deleted']
+    path.with_name("events.jsonl").write_text("\n".join(events))
+    restore(path)
+    with Ledger.open(path, run=make.run) as ledger:
+        assert not ledger.episode("g2-0")[0].record.graph and ledger.episode("g2-1")[0].record.graph
+        assert ledger.verify() == []
+
+
+def test_a_restoring_that_is_killed_never_leaves_a_ledger_without_its_last_writes(
+    whole, open_ledger, make, monkeypatch
+):
+    path, _ = whole
+    ledger = open_ledger()
+    ledger.back_up()
+    ledger.close()
+    path.with_name("ledger.sqlite-wal").write_bytes(b"the last writes")
+    rename = Path.rename
+
+    def once(self: Path, target: Path) -> None:
+        rename(self, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", once)
+        with pytest.raises(KeyboardInterrupt):
+            restore(path)
+    with pytest.raises(LedgerCorrupt, match="wingbeat ledger restore"):
+        open_ledger()
+    restore(path)
+    with Ledger.open(path, run=make.run) as ledger:
+        assert ledger.verify() == []
 
 
 def test_a_damaged_ledger_never_replaces_its_last_good_copy(whole, open_ledger, make):

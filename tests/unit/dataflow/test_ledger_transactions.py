@@ -50,7 +50,7 @@ def test_a_begun_attempt_comes_back_as_it_began(ledger, open_ledger):
     assert attempt.begin == replace(BEGIN, key_digest="second")
     assert list(attempt.begin.policies) == ["solver", "judge"], "the first is the default"
     assert (attempt.state, attempt.key_digests) == (AttemptState.RUNNING, ("first", "second"))
-    assert again.begun("key-1") == attempt.begin and again.begun("key-2") is None
+    assert again.begun("key-1") == attempt and again.begun("key-2") is None
     (opened,) = again.open_groups()
     assert [(slot.running, slot.next_attempt) for slot in opened.slots] == [(1, 2), (None, 1)]
 

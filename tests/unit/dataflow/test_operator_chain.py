@@ -581,15 +581,23 @@ def test_replay_keeps_its_bounds_and_survives_a_restart(lags: list[int], max_use
 def test_restarts_do_not_change_what_is_replayed() -> None:
     operators: list[Mapping[str, Any]] = [{"use": "replay", "ratio": 0.5, "max_uses": 1}]
 
-    def run(*, restarts: bool) -> list[tuple[tuple[str, int], ...]]:
+    def run(*, restarts: bool, erases: bool = False) -> list[tuple[tuple[str, int], ...]]:
         chain, logged = make_chain(operators), list[TrainingBatch]()
+        erased = frozenset[tuple[str, int]]()
         for version in range(6):
+            if erases and version == 2:  # "a1" was trained, and would be replayed next
+                erased = frozenset({("a1-0", 1), ("a1-1", 1)})
+                chain.forget("a1")
             if restarts:
                 chain = make_chain(operators)
-                chain.recall([batch for batch in logged if batch.step > version - 2])
+                chain.recall([batch for batch in logged if batch.step > version - 2], erased=erased)
             parts = (group_of(f"{part}{version}", (0.0, 1.0), version=version) for part in "ab")
             done = chain.compose(draft_of(*parts), version=version)
             logged.append(TrainingBatch("b", "solver", version + 1, done.episodes, 0, replayed=done.replayed))
         return [batch.replayed for batch in logged]
 
-    assert run(restarts=True) == run(restarts=False)
+    calm = run(restarts=False)
+    assert run(restarts=True) == calm and ("a1-0", 1) in calm[2]
+    without = run(restarts=False, erases=True)
+    assert run(restarts=True, erases=True) == without
+    assert not any(key[0].startswith("a1-") for keys in without for key in keys)

@@ -53,6 +53,14 @@ def build(tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
+async def test_it_inherits_no_key_but_its_own(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WINGBEAT_KEY", "WINGBEAT_KEY_EAST", "WINGBEAT_WORKER_KEY", "WINGBEAT_OWN_ADMIN_KEY"):
+        monkeypatch.setenv(name, "wb-admin-of-the-shell")
+    child = build("import os; print([name for name, value in os.environ.items() if 'wb-' in value])")
+    await child.run()
+    assert (tmp_path / "worker.log").read_text() == "[]\n"
+
+
 async def test_exit_0_means_that_it_was_told_to_end(build: Build, watched: Watched, tmp_path: Path) -> None:
     child = build("import os; print(os.environ['GREETING'], os.environ['WINGBEAT_LIFELINE'])")
     await child.run()

@@ -9,7 +9,7 @@ import pytest
 
 from wingbeat.core.config import Config, dump_toml, load_config
 from wingbeat.core.config.load import validate_config
-from wingbeat.core.errors import ConfigError, SetupError
+from wingbeat.core.errors import ConfigError, NotFoundError, SetupError
 from wingbeat.core.keys import digest, hashed
 from wingbeat.deploy.checks import check_exposure
 from wingbeat.deploy.paths import absolute_paths
@@ -61,6 +61,20 @@ def test_a_key_file_that_was_named_must_be_there(tmp_path: Path) -> None:
     made = absolute_paths(config_of(tmp_path, keys_file="mine.json", tls_cert="c.pem", tls_key="~/k.pem"), tmp_path)
     assert made.server.keys_file == str(tmp_path / "mine.json")
     assert made.server.tls_cert == str(tmp_path / "c.pem") and made.server.tls_key == str(Path.home() / "k.pem")
+
+
+def test_a_server_does_not_open_because_its_key_file_is_gone(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    file = KeyFile(tmp_path / "runs" / "keys.json")
+    with pytest.raises(NotFoundError):
+        file.revoke("key-000000000000")
+    check_exposure(config, tmp_path)
+    file.create(NewKey(Role.ADMIN))
+    file.path.unlink()
+    with pytest.raises(SetupError, match=r"keys\.json is gone: restore it .* remove .*\.keys\.json\.lock"):
+        check_exposure(config, tmp_path)
+    file.create(NewKey(Role.ADMIN))
+    check_exposure(config, tmp_path)
 
 
 def test_configurations_show_no_key(tmp_path: Path) -> None:

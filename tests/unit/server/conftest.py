@@ -265,7 +265,7 @@ class Desk:
                 metrics=self.metrics,
                 changed=self.changed,
                 watch=self.writes.append,
-                on_closed=self.rollouts.forget_groups,
+                on_closed=self.rollouts.client_groups.close,
                 on_settled=self.rollouts.issuer.settled,
                 variants=self.variants,
                 endings=self.endings,

@@ -16,7 +16,7 @@ from wingbeat.core.protocol import BeginRequest, FinishRequest
 from wingbeat.core.types import Outcome
 
 SIZE, FLOOR = 2, 1
-HEARTBEAT_S, IDLE_S, LEASE_S, TRIAL_S, DEADLINE_S = 1.0, 10.0, 60.0, 5.0, 100.0
+HEARTBEAT_S, IDLE_S, LEASE_S, TRIAL_S, DEADLINE_S, DOUBT_S = 1.0, 10.0, 60.0, 5.0, 100.0, 10.0
 
 
 class CommitsByHand:
@@ -82,10 +82,11 @@ class _Write(Future[Any]):
 class Attempt:
     slot: Slot
     number: int
-    key: str
+    keys: list[str]
+    """All of them good."""
     begin: BeginRequest
     state: str
-    """tentative, open, lost, finished, aborted, superseded, or gone: no process knows it."""
+    """tentative, open, lost, prepared, finished, aborted, superseded, or gone: no process knows it."""
     seen: float
     recorded: str = ""
     """Its state in the ledger; "" where it has no row."""
@@ -94,10 +95,19 @@ class Attempt:
     unheard: bool = False
     turns: int = 0
     finish: FinishRequest | None = None
+    """What counts, or waits for its transaction."""
+    prepared_at: float = 0.0
+    has_place: bool = True
+    """Of a prepared one: whether it counts against its client's quota."""
     is_known: bool = True
     """Its begin can be repeated."""
     is_answered: bool = True
     """By this process."""
+
+
+def decides_here(attempt: Attempt) -> bool:
+    assert attempt.finish is not None and attempt.finish.transaction is not None
+    return not attempt.finish.transaction.decider
 
 
 @dataclass(eq=False)
@@ -110,6 +120,8 @@ class Slot:
     begun: list[Attempt] = field(default_factory=list)
     late: Attempt | None = None
     """A lost attempt whose finish still counts."""
+    stood: tuple[str, int] | None = None
+    """Where it was, and its number, when such a finish was prepared."""
 
     def release(self, *, begun: bool, uses_up: bool = True) -> None:
         self.failures += begun and uses_up
@@ -138,6 +150,7 @@ class Reference:
         for group in self.groups.values():
             num_finished = sum(slot.state == "finished" for slot in group.slots)
             is_due = now - group.opened >= DEADLINE_S and num_finished >= FLOOR
+            is_due = is_due and not any(slot.state == "prepared" for slot in group.slots)
             if not group.is_open or not (is_due or all(s.state in ("finished", "given_up") for s in group.slots)):
                 continue
             group.is_open = False
@@ -171,6 +184,34 @@ class Reference:
             slot.late = None
         else:
             slot.release(begun=True)
+
+    def prepare(self, attempt: Attempt, request: FinishRequest, now: float) -> None:
+        slot, is_late = attempt.slot, attempt.state == "lost"
+        slot.stood = (slot.state, slot.number) if is_late else None
+        slot.state, slot.number = "prepared", attempt.number
+        attempt.state = attempt.recorded = "prepared"
+        attempt.finish, attempt.prepared_at, attempt.has_place = request, now, not is_late
+
+    def commit(self, attempt: Attempt) -> None:
+        attempt.state = attempt.recorded = attempt.slot.state = "finished"
+        attempt.slot.late = attempt.slot.stood = None
+
+    def undo(self, attempt: Attempt) -> None:
+        """A lost attempt used up its try when it was lost."""
+        slot = attempt.slot
+        attempt.state = attempt.recorded = "aborted"
+        attempt.finish = None
+        if slot.stood is None:
+            slot.release(begun=True)
+            return
+        (stood, number), slot.stood, slot.late = slot.stood, None, None
+        slot.state = "given_up" if stood == "given_up" else "free"
+        slot.number = number + (slot.state == "free")
+
+    def overdue(self, now: float) -> list[Attempt]:
+        """Prepared attempts that this server decides about, and nobody decided in time."""
+        prepared = [a for a in self.attempts if a.state == "prepared" and decides_here(a)]
+        return [a for a in prepared if now - a.prepared_at >= DOUBT_S]
 
     def reap(self, now: float) -> None:
         for lease_id, (slot, number, expires) in tuple(self.leases.items()):
@@ -211,7 +252,7 @@ class Reference:
             for slot in group.slots:
                 self._restart_slot(slot, now)
         for attempt in self.attempts:
-            attempt.is_known = attempt.state in ("open", "lost") and attempt.is_known
+            attempt.is_known = attempt.state in ("open", "lost", "prepared") and attempt.is_known
             attempt.is_answered = False
             if not attempt.recorded:
                 attempt.state, attempt.is_known = "gone", False
@@ -234,6 +275,10 @@ class Reference:
                 slot.state, slot.number = "running", newest.number
                 newest.state, newest.seen, newest.unheard = "open", now, True
                 newest.beats = newest.begin.heartbeats
+            case "prepared":
+                slot.failures -= slot.stood is not None  # as if it had not been lost
+                slot.state, slot.number, slot.stood = "prepared", newest.number, None
+                newest.state, newest.prepared_at, newest.has_place = "prepared", now, True
             case "lost":
                 newest.state, slot.late = "lost", newest
             case "finished":

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from wingbeat.core.errors import ConflictError, EpisodeClosed, IdempotencyConflict, OverloadedError, UnavailableError
-from wingbeat.core.protocol import BeginReply, BeginRequest, FinishRequest, GroupModel, LeaseRequest, TaskModel
+from wingbeat.core.protocol import (
+    AbortRequest,
+    BeginReply,
+    BeginRequest,
+    FinishRequest,
+    GroupModel,
+    LeaseRequest,
+    TaskModel,
+)
 from wingbeat.core.types import Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.server.episodes import begins
@@ -71,7 +79,15 @@ async def test_a_repeated_begin_gets_its_first_answer(open_desk: OpenDesk, monke
         await begin(desk, "k1", label="other", **task)
     await begin(desk, "k2", **task)
     await begin(desk, "k3", **task)
-    assert (await begin(desk, "k1", **task)).episode_id != first.episode_id  # memory is bounded
+    again = await begin(desk, "k1", **task)  # memory is bounded, the ledger is not
+    assert (again.episode_id, again.attempt) == (first.episode_id, 1) and again.api_key != first.api_key
+    desk.finishing.abort(desk.registry.current(first.episode_id), AbortRequest())
+    await begin(desk, "k4", **task)
+    await begin(desk, "k5", **task)
+    with pytest.raises(EpisodeClosed, match="which this key began, is aborted; begin another one"):
+        await begin(desk, "k1", **task)
+    with pytest.raises(IdempotencyConflict):
+        await begin(desk, "k1", label="other", **task)
 
 
 async def test_a_begin_is_answered_once_it_is_on_disk(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +103,16 @@ async def test_a_begin_is_answered_once_it_is_on_disk(open_desk: OpenDesk, monke
 
 
 # --- trials ---------------------------------------------------------------------------------------
+
+
+async def test_silence_counts_from_the_confirmation_on(open_desk: OpenDesk) -> None:
+    desk = open_desk(group_size=1)
+    reply = await begin(desk, "k", lease_id=await lease(desk), tentative_s=5.0, heartbeats=True)
+    desk.clock.now += 4.5
+    await desk.rollouts.begins.confirm(held(desk, reply))
+    desk.clock.now += 3.5
+    desk.rollouts.reap()
+    assert held(desk, reply).state is EpisodeState.OPEN
 
 
 async def test_a_confirmed_trial_is_an_ordinary_attempt(open_desk: OpenDesk) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from wingbeat.core.types import Cause, FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Abort, Generate
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.calls.routes import ModelCalls
+from wingbeat.server.calls.routes import MODELS, ModelCalls
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.keys.ring import digest
 from wingbeat.tracking.graph import EpisodeGraph
@@ -28,16 +28,24 @@ class Caller:
         self._app = app
 
     async def call(
-        self, path: str = CHAT, body: Any = None, *, raw: bytes | None = None, chunked: bool = False
+        self,
+        path: str = CHAT,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        chunked: bool = False,
+        key: str = KEY,
+        declared: int | None = None,
     ) -> tuple[int, dict[str, str], Any]:
         content = json.dumps({"model": "solver", "messages": [{"role": "user", "content": "hi"}], **(body or {})})
         data = content.encode() if raw is None else raw
-        length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", str(len(data)).encode())
+        size = len(data) if declared is None else declared
+        length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", str(size).encode())
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": "GET" if path == MODELS else "POST",
             "path": path,
-            "headers": [(b"authorization", f"Bearer {KEY}".encode()), length],
+            "headers": [(b"authorization", f"Bearer {key}".encode()), length],
             "client": ("10.0.0.1", 1),
         }
         pieces = [data[at : at + 50_000] for at in range(0, len(data), 50_000)] or [b""]
@@ -124,8 +132,8 @@ async def test_calls_in_flight_are_bounded_by_client_and_given_back(open_site: C
         site.engine.say(request.request_id, 5, finish=FinishReason.STOP)
     assert [status for status, _, _ in await asyncio.gather(*running)] == [200, 200]
     assert site.desk.limits.calls.num_held == 0 and site.episode.call_fault is None
-    again = asyncio.create_task(site.call(body={"n": 4}))
-    assert (await again)[0] == 429  # four at once are more than a client may have
+    status, _, answer = await site.call(body={"n": 4})
+    assert status == 400 and "takes 4 model calls" in answer["error"]["message"]  # no wait would help
     failing = asyncio.create_task(site.call())
     last = (await site.sent(4))[-1]
     site.engine.say(last.request_id, finish=FinishReason.ERROR, error="out of memory")
@@ -140,26 +148,48 @@ async def test_bodies_count_while_they_are_read_whether_their_length_is_told_or_
     big = b"[" + b" " * 250_000 + b"]"
     for chunked in (False, True):
         status, _, answer = await site.call(raw=big, chunked=chunked)
-        assert (status, answer["error"]["code"]) == (429, "limit_reached"), chunked
+        assert (status, answer["error"]["code"]) == (413, "payload_too_large"), chunked  # no wait would help
         assert "limits.body_bytes" in answer["error"]["message"]
     status, _, answer = await site.call(raw=b"[" + b" " * 150_000 + b"]")
     assert status == 400 and site.desk.limits.bodies.num_held == 0
 
 
-async def test_calls_too_fast_are_refused_after_a_pause(
-    open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = open_site(request_burst=2, requests_per_s=4)
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """How long refusals wait, instead of waiting."""
+    seen: list[float] = []
     real = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
+        seen.append(seconds)
         await real(0)
 
+    with monkeypatch.context() as patched:
+        patched.setattr("wingbeat.server.calls.routes.asyncio.sleep", sleep)
+        yield seen
+
+
+async def test_keys_are_guessed_slowly_and_lists_of_models_count(
+    open_site: Callable[..., Site], pauses: list[float]
+) -> None:
+    site = open_site(request_burst=2, requests_per_s=4)
+    assert [(await site.call(key="guess"))[0] for _ in range(3)] == [401, 401, 429]
+    assert [(await site.call(MODELS))[0] for _ in range(3)] == [200, 200, 429]
+    assert pauses == [0.25, 0.25]
+
+
+async def test_what_is_only_announced_costs_nothing_and_what_comes_in_pieces_costs_as_much(
+    open_site: Callable[..., Site],
+) -> None:
+    site = open_site(request_burst=2, requests_per_s=4, body_bytes=200_000, total_body_bytes=200_000)
+    assert (await site.call(declared=10**15))[0] == 413
+    assert (await site.call(raw=b"[" + b" " * 150_000 + b"]", chunked=True))[0] == 400  # within the burst, and owed
+    assert (await site.call(raw=b"?"))[0] == 429
+
+
+async def test_calls_too_fast_are_refused_after_a_pause(open_site: Callable[..., Site], pauses: list[float]) -> None:
+    site = open_site(request_burst=2, requests_per_s=4)
     assert (await site.call(raw=b"?"))[0] == (await site.call(raw=b"?"))[0] == 400
-    monkeypatch.setattr(asyncio, "sleep", sleep)
     status, headers, answer = await site.call(raw=b"?")
-    monkeypatch.undo()
     assert (status, headers["retry-after"]) == (429, "1") and "limits.requests_per_s" in answer["error"]["message"]
     assert pauses == [0.25]

@@ -24,6 +24,7 @@ from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.core.worker_protocol import Generate, TokenChunk
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.calls.dialects.chat import CHAT
+from wingbeat.server.calls.gateway import unknown_policy
 from wingbeat.server.calls.model_call import Choice, TextDelta
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.server.http.error_answers import error_body, error_headers, error_response
@@ -192,6 +193,7 @@ async def test_the_context_bounds_the_answer_and_refuses_a_prompt_that_fills_it(
         open_talk().prepare(messages=[{"role": "user", "content": "x" * 100}])
     with pytest.raises(UnknownPolicy, match="it has solver"):
         open_talk().prepare(model="judge")
+    assert "none of this server's" in unknown_policy("solver", []).message  # a key of other policies only
 
 
 async def test_a_cancelled_call_keeps_what_was_streamed_as_an_aborted_turn(open_talk: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from wingbeat.core.errors import EpisodeClosed, InvalidReward, RequestError, Una
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
 from wingbeat.core.types import Outcome, Split
 from wingbeat.core.worker_protocol import Generate
+from wingbeat.server.calls.model_call import Prepared
 from wingbeat.server.calls.routes import ModelCalls
 from wingbeat.server.collect.conversation_files import ConversationFiles, Marks, Opened, Taken
 from wingbeat.server.collect.conversations import Conversation, ConversationBook
@@ -26,11 +29,12 @@ from wingbeat.tracking.messages import Message, ToolCall
 from wingbeat.tracking.prefix_digests import PrefixWalk
 from wingbeat.tracking.serialize import load_graph
 
-SHOP, QUIET = "wb-collect-shop", "wb-collect-quiet"
+SHOP, QUIET, SILENT = "wb-collect-shop", "wb-collect-quiet", "wb-collect-silent"
 ADMIN = "wb-admin-key"
 KEYS = {
     digest(SHOP): Principal(Role.COLLECT, key_id="key-1", name="shop", train=True),
     digest(QUIET): Principal(Role.COLLECT, key_id="key-2", name="quiet"),
+    digest(SILENT): Principal(Role.COLLECT, key_id="key-3", name="silent", record=False),
     digest(ADMIN): Principal(Role.ADMIN, name="admin"),
 }
 CHAT = "/v1/chat/completions"
@@ -305,6 +309,29 @@ async def test_what_a_killed_server_leaves_is_taken_up(open_shop: Any, restart_d
     assert desk.ledger.verify() == []
 
 
+async def test_turns_after_a_torn_one_are_kept_and_damage_is_told(open_shop: Any, restart_desk: Any) -> None:
+    shop = open_shop()
+    first = await shop.call(say("hi"), headers={"x-wingbeat-conversation": "a"})
+    (path,) = (shop.desk.run_dir / "collected").iterdir()
+    with path.open("ab") as file:
+        file.write(b"\xff\x0f\0\0 an append that a kill cut off")
+    for turns in (2, 3):
+        shop = open_shop(desk=restart_desk(shop.desk))
+        await shop.desk.collecting.restore()
+        again = await shop.call(say(f"{turns}"), headers={"x-wingbeat-conversation": "a"})
+        assert again.episode == first.episode
+        assert len(shop.store.files.read(first.episode).turns) == turns
+    assert "collected_lost" not in str(shop.desk.log), "nothing that was answered is lost"
+    data = path.read_bytes()
+    path.write_bytes(data[:-200] + bytes([data[-200] ^ 255]) + data[-199:])
+    path.with_name("stray.turns").write_bytes(data[20:])
+    shop = open_shop(desk=restart_desk(shop.desk))
+    await shop.desk.collecting.restore()
+    (conversation,) = shop.store.book
+    assert conversation.num_turns == 2
+    assert str(shop.desk.log).count("collected_lost") == 2
+
+
 async def test_a_reply_that_a_kill_cut_off_counts_unless_it_is_asked_for_again(
     open_shop: Any, restart_desk: Any
 ) -> None:
@@ -317,6 +344,12 @@ async def test_a_reply_that_a_kill_cut_off_counts_unless_it_is_asked_for_again(
         (conversation,) = shop.store.book
         episode = await shop.store.load(conversation)
         assert episode.in_doubt == {last.body["id"]}
+        sizes = list[int]()
+        for _ in range(2):  # it is let go from memory, and somebody looks at it
+            shop.store.unload(conversation)
+            sizes.append(conversation.num_bytes)
+            assert (await shop.store.load(conversation)).in_doubt == episode.in_doubt
+        assert sizes[0] == sizes[1], "who looks at it adds nothing to its file"
         if asked_again:
             await shop.call(say("hi"), first.reply, say("more"), says="no<|im_end|>")
         reply = await shop.feedback(first.episode)
@@ -395,8 +428,8 @@ async def test_deletion_leaves_no_text(open_shop: Any) -> None:
     await shop.feedback(kept.episode)
     assert len(shop.desk.solver.buffer) == 2
     for episode in (open_one.episode, ended.episode):
-        await shop.desk.collecting.ends.delete(shop.target(episode))
-    await shop.desk.collecting.ends.delete(shop.target(ended.episode))
+        await shop.desk.collecting.delete(shop.target(episode))
+    await shop.desk.collecting.delete(shop.target(ended.episode))
     assert len(shop.desk.solver.buffer) == 1
     assert [group.group_id for group in shop.desk.ledger.unconsumed("solver")] == [f"collected:{kept.episode}"]
     assert shop.desk.ledger.verify() == []
@@ -406,6 +439,91 @@ async def test_deletion_leaves_no_text(open_shop: Any) -> None:
     with sqlite3.connect(folder / "ledger.sqlite") as db:
         graphs = db.execute("SELECT graph FROM episodes WHERE episode_id = ?", (ended.episode,)).fetchall()
     assert graphs == [(None,)]
+
+
+async def test_what_a_key_does_not_record_is_in_memory_only_while_it_is_answered(open_shop: Any) -> None:
+    shop = open_shop()
+    await shop.call(say("a secret"), key=SILENT)
+    deleted = await shop.call(say("hi"), headers={"idempotency-key": "once"})
+    for key in (SILENT, SHOP):
+        if key == SHOP:
+            await shop.desk.collecting.delete(shop.target(deleted.episode))
+        (run,) = shop.desk.collecting.seen_by(KEYS[digest(key)]).order
+        assert run.episode.graph.num_turns == 0
+    anew = await shop.call(say("hi"), headers={"idempotency-key": "once"})
+    assert anew.body["id"] != deleted.body["id"], "a deleted answer is given to nobody"
+    assert shop.desk.registry.replays.num_bytes < 2 * len(orjson.dumps(anew.body)) + 1000
+
+
+async def test_a_call_that_failed_is_not_kept_in_memory_by_its_error(open_shop: Any) -> None:
+    shop = open_shop()
+
+    async def broken(episode: Any, prepared: Prepared) -> Any:
+        raise UnavailableError(f"no answer to {len(prepared.turn_ids)}")
+
+    shop.desk.gateway.complete = broken
+    assert (await shop.call(say("a secret"), key=SILENT, says=None)).status == 503
+    (run,) = shop.desk.collecting.seen_by(KEYS[digest(SILENT)]).order
+    assert run.failed
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Prepared]  # isinstance asks proxies
+
+
+async def test_what_is_being_closed_can_be_deleted_and_aborted(open_shop: Any) -> None:
+    shop = open_shop()
+    collecting = shop.desk.collecting
+    for deletes in (True, False):
+        first = await shop.call(say("hi"))
+        shop.desk.clock.now += shop.desk.config.collect.feedback_s + 1
+        collecting.sweep()
+        async with asyncio.timeout(10):
+            while first.episode not in collecting.ends.pending:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0)
+        target = shop.target(first.episode)
+        await (collecting.delete(target) if deletes else collecting.ends.abort(target, AbortRequest()))
+        (view,) = shop.desk.ledger.episode(first.episode)
+        assert bool(view.record.graph) is not deletes
+
+
+async def test_what_is_deleted_while_it_is_read_does_not_come_back(open_shop: Any) -> None:
+    shop = open_shop()
+    first = await shop.call(say("hi"))
+    (conversation,) = shop.store.loaded
+    shop.store.unload(conversation)
+    for ends_before_the_read in (True, False):
+        reading = asyncio.create_task(shop.store.load(conversation))
+        await asyncio.sleep(0)
+        if ends_before_the_read:
+            await shop.desk.collecting.delete(shop.target(first.episode))
+        assert await reading is None
+    assert conversation.episode is None and shop.store.loaded == () and shop.result("lost") == 0
+    assert list((shop.desk.run_dir / "collected").iterdir()) == []
+
+
+async def test_a_call_is_answered_that_feedback_overtook_while_it_was_prepared(open_shop: Any) -> None:
+    shop = open_shop()
+    first = await shop.call(say("hi"))
+    (conversation,) = shop.store.loaded
+    episode, prepare = conversation.episode, shop.app._collected._gateway.prepare
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return prepare(*arguments, **options)
+
+    shop.app._collected._gateway.prepare = slowly
+    async with episode.graph_lock:  # so that a thread prepares it
+        call = asyncio.create_task(shop.call(say("hi"), first.reply, say("more")))
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(begun.wait, 10)
+    await shop.feedback(first.episode)
+    go_on.set()
+    second = await call
+    assert (second.status, second.episode) == (200, first.episode)
+    (view,) = shop.desk.ledger.episode(first.episode)
+    assert view.record.num_turns == 1 and episode.graph.num_turns == 0
 
 
 def everything_in(folder: Path) -> bytes:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from aiohttp import web
 
 from wingbeat.core.addresses import server_address
@@ -31,18 +35,24 @@ class Peer:
         return self.answer
 
 
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
+@asynccontextmanager
+async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Peer]:
     peer = Peer()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", peer.serve)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
-    peer.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    peer.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
     yield peer
     await runner.cleanup()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    async with serving() as peer:
+        yield peer
 
 
 @pytest.fixture
@@ -81,6 +91,22 @@ async def test_anything_else_says_nothing(peer: Peer, asking: Deciders, answer: 
     peer.answer = answer()
     assert await asking.ask(peer.url, T, True) is None
     assert len(peer.asked) == 1  # no redirect is followed
+
+
+async def test_the_authority_of_a_peers_certificate_is_named_as_for_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with serving(tls) as peer:
+        peer.answer = said()
+        for ca, says in ((None, None), (tmp_path / "ca.pem", TransactionState.COMMITTED)):
+            if ca is not None:
+                monkeypatch.setenv("WINGBEAT_CA_FILE", str(ca))
+            asking = Deciders(frozenset({peer.url}))
+            assert await asking.ask(peer.url, T, False) is says
+            await asking.close()
 
 
 async def test_a_stranger_is_not_called(peer: Peer) -> None:

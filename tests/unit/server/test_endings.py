@@ -116,10 +116,10 @@ async def test_silence_and_deadlines_are_told_apart(open_desk: OpenDesk, clock: 
     clock.now += 10
     desk.rollouts.reap()
     assert (beating.state, beating.cause) == (EpisodeState.LOST, Cause.HEARTBEAT_LOST)
-    assert desk.rollouts.overdue() == []
+    assert list(desk.rollouts.overdue()) == []
     clock.now += 41
     alive.last_seen = clock.now
-    assert desk.rollouts.overdue() == [silent, alive]
+    assert list(desk.rollouts.overdue()) == [silent, alive]
     desk.finishing.break_off(alive, Cause.EPISODE_DEADLINE, "over")
     assert (alive.state, alive.outcome) == (EpisodeState.ABORTED, Outcome.TIMEOUT)
     with pytest.raises(EpisodeClosed):
@@ -183,4 +183,15 @@ async def test_only_agent_outcomes_reach_a_baseline(shared_desk: Any, clock: Any
         desk.finishing.settle()
     trained = {(m.episode_id, m.attempt) for group in desk.solver.buffer.clear() for m in group.members}
     assert trained == counted
+    desk.check_writes()
+
+
+async def test_the_end_of_one_overdue_episode_may_close_the_group_of_another(open_desk: OpenDesk, clock: Any) -> None:
+    desk = open_desk(group_size=3, group_floor=1, group_deadline_s=50.0, episode_deadline_s=50.0)
+    first, *overdue = await begun(desk, 3)
+    await desk.finishing.finish(first, FinishRequest(rewards=1.0))
+    clock.now += 60
+    for episode in desk.rollouts.overdue():  # as control does
+        desk.finishing.break_off(episode, Cause.EPISODE_DEADLINE, "over")
+    assert [e.cause for e in overdue] == [Cause.EPISODE_DEADLINE, Cause.GROUP_DEADLINE]
     desk.check_writes()

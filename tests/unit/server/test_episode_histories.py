@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from episode_reference import (
     DEADLINE_S,
+    DOUBT_S,
     FLOOR,
     HEARTBEAT_S,
     IDLE_S,
@@ -46,13 +47,15 @@ from wingbeat.core.config import Config
 from wingbeat.core.errors import (
     AuthenticationError,
     ConflictError,
+    EpisodeClosed,
     IdempotencyConflict,
     NotFoundError,
     PermissionDenied,
 )
-from wingbeat.core.protocol import AbortRequest, BeginRequest, FinishRequest, LeaseRequest
+from wingbeat.core.protocol import AbortRequest, BeginRequest, FinishRequest, LeaseRequest, TransactionModel
 from wingbeat.core.types import FinishReason, Outcome, Split
 from wingbeat.dataflow.records import finish_digest
+from wingbeat.server.episodes.begins import GOES_ON
 from wingbeat.server.episodes.recovery import find_attempt
 from wingbeat.tracking.messages import Message
 
@@ -60,6 +63,8 @@ T = TypeVar("T")
 HISTORIES = 2000
 STEPS = 11
 BASE = "http://here/v1"
+ELSEWHERE = "https://lead.example:8321"
+"""No peer: it is never asked."""
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -72,6 +77,8 @@ WEIGHTS = {
     "confirm": 1,
     "live": 3,
     "finish": 5,
+    "prepare": 2,
+    "decide": 2,
     "abort": 1,
     "tick": 4,
     "restart": 2,
@@ -106,7 +113,7 @@ class Histories(RuleBasedStateMachine):
                 self.check_ledger()
         finally:
             if self.max_attempts:
-                close_as_a_kill_does(self.real)
+                self.kill()
             self.loop.close()
             shutil.rmtree(self.folder)
 
@@ -145,6 +152,14 @@ class Histories(RuleBasedStateMachine):
         self.commits.flush()
         self.saved = None
 
+    def kill(self) -> None:
+        close_as_a_kill_does(self.real)
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
     def remember(self, durable: bool) -> None:
         """A kill after a rule that waits for nothing brings this back."""
         if self.saved is None and not durable:
@@ -158,7 +173,7 @@ class Histories(RuleBasedStateMachine):
     def pick(self, number: int) -> Attempt:
         """Mostly one that may still do something."""
         everyone = self.reference.attempts
-        alive = [a for a in everyone if a.state in ("open", "lost", "tentative")]
+        alive = [a for a in everyone if a.state in ("open", "lost", "tentative", "prepared")]
         pool = alive if alive and number % 4 else everyone
         return pool[number // 4 % len(pool)]
 
@@ -166,9 +181,12 @@ class Histories(RuleBasedStateMachine):
         """As a call of this key finds it."""
 
         async def find() -> Any:
-            return find_attempt(self.real, attempt.slot.id, {"authorization": f"Bearer {key or attempt.key}"})
+            return find_attempt(self.real, attempt.slot.id, {"authorization": f"Bearer {key or own}"})
 
-        return self.run(find())
+        attempt.keys.append(own := attempt.keys.pop(0))  # each in its turn
+        episode = self.run(find())
+        assert (episode.attempt, episode.state) == (attempt.number, attempt.state)
+        return episode
 
     # --- rules
 
@@ -195,6 +213,10 @@ class Histories(RuleBasedStateMachine):
             case "finish":
                 outcome = Outcome.ENVIRONMENT if number >= 6 else Outcome.AGENT
                 self.finish(which, reward=float(odd), outcome=outcome, durable=durable)
+            case "prepare":
+                self.prepare(which, decider="" if odd else ELSEWHERE)
+            case "decide":
+                self.decide(which, commit=number > 2, durable=durable)
             case "abort":
                 self.abort(which, durable)
             case "tick":
@@ -206,9 +228,13 @@ class Histories(RuleBasedStateMachine):
 
     def lease(self, count: int, durable: bool) -> None:
         self.remember(durable)
-        reply = self.run(self.real.rollouts.lease(LeaseRequest(max_leases=count, splits=[Split.TRAIN], wait_s=0)))
+        self.keys += 1
+        key = f"lease-key-{self.keys}"
+        request = LeaseRequest(max_leases=count, splits=[Split.TRAIN], wait_s=0, idempotency_key=key)
+        reply = self.run(self.real.rollouts.lease(request))
+        assert self.run(self.real.rollouts.lease(request)) == reply, "a lost answer costs no slots"
         for lease in reply.leases:
-            ticket = self.real.rollouts._leases[lease.lease_id].ticket
+            ticket = self.real.rollouts._leases.get(lease.lease_id).ticket
             free = [s for g in self.reference.groups.values() if g.is_open for s in g.slots if s.state == "free"]
             group = self.reference.groups.get(lease.group.id)
             if group is None:
@@ -239,7 +265,7 @@ class Histories(RuleBasedStateMachine):
             return
         reply = self.run(begin)
         assert (reply.episode_id, reply.attempt) == (slot.id, number)
-        attempt = Attempt(slot, number, reply.api_key, request, "tentative", self.now, beats=beats)
+        attempt = Attempt(slot, number, [reply.api_key], request, "tentative", self.now, beats=beats)
         self.reference.attempts.append(attempt)
         if not trial:
             self.reference.begin(attempt)
@@ -253,11 +279,12 @@ class Histories(RuleBasedStateMachine):
     def begin_again(self, which: int) -> None:
         attempt = self.pick(which)
         begin = self.real.rollouts.begin(attempt.begin, base_url=BASE)
-        if not attempt.is_known:  # ended before a restart
-            with pytest.raises(NotFoundError):
+        if not attempt.is_known:  # ended before a restart; of an interrupted one and of a trial the lease is gone
+            again = attempt.state == "gone" or attempt.recorded == "interrupted"
+            with pytest.raises(NotFoundError if again else EpisodeClosed):
                 self.run(begin)
             return
-        if not attempt.is_answered and attempt.state not in ("open", "lost"):
+        if not attempt.is_answered and attempt.state not in ("open", "lost", "prepared"):
             with pytest.raises(ConflictError):
                 self.run(begin)
             return
@@ -267,8 +294,8 @@ class Histories(RuleBasedStateMachine):
         other = attempt.begin.model_copy(update={"label": "other"})
         with pytest.raises(IdempotencyConflict):
             self.run(self.real.rollouts.begin(other, base_url=BASE))
-        if which % 2:
-            attempt.key = reply.api_key  # the same one, or another of the same attempt
+        if reply.api_key not in attempt.keys:
+            attempt.keys.append(reply.api_key)
 
     def confirm(self, which: int) -> None:
         attempt, reference = self.pick(which), self.reference
@@ -350,13 +377,53 @@ class Histories(RuleBasedStateMachine):
             self.reference.settle(self.now)
             self.settle(durable)
 
+    def prepare(self, which: int, decider: str) -> None:
+        """A finish that waits for its transaction; each attempt has its own."""
+        attempt = self.pick(which)
+        if attempt.state == "gone":
+            return
+        transaction = TransactionModel(id=transaction_of(attempt), decider=decider)
+        if attempt.finish is not None and attempt.finish.transaction is not None:
+            transaction = attempt.finish.transaction
+        request = FinishRequest(rewards=1.0, transaction=transaction)
+        prepare = self.real.teams.prepare(self.held(attempt), request)
+        if attempt.finish is not None and attempt.finish != request:
+            with pytest.raises(IdempotencyConflict):
+                self.run(prepare)
+        elif attempt.finish is not None:
+            assert self.run(prepare).state == attempt.state
+        elif not self.reference.may_finish(attempt):
+            with pytest.raises(ConflictError):
+                self.run(prepare)
+        else:
+            assert self.run(prepare).num_turns == attempt.turns
+            self.reference.prepare(attempt, request, self.now)
+
+    def decide(self, which: int, commit: bool, durable: bool) -> None:
+        """Mostly of one that is in doubt."""
+        prepared = [a for a in self.reference.attempts if a.state == "prepared"]
+        attempt = prepared[which % len(prepared)] if prepared else self.pick(which)
+        if attempt.finish is None or attempt.finish.transaction is None:
+            return
+        decide = self.real.teams.decide(transaction_of(attempt), commit=commit)
+        if attempt.state == "finished" and not commit:
+            with pytest.raises(ConflictError):
+                self.run(decide)
+            return
+        assert self.run(decide).state == ("committed" if commit else "aborted")
+        if attempt.state == "prepared":
+            (self.reference.commit if commit else self.reference.undo)(attempt)
+            self.remember(durable)
+            self.reference.settle(self.now)
+            self.settle(durable)
+
     def abort(self, which: int, durable: bool) -> None:
         attempt = self.pick(which)
         if attempt.state == "gone":
             return
         self.remember(durable)
         episode = self.held(attempt)
-        if attempt.state in ("finished", "superseded"):
+        if attempt.state in ("finished", "superseded", "prepared"):
             with pytest.raises(ConflictError):
                 self.real.finishing.abort(episode, AbortRequest())
         elif not self.real.rollouts.begins.withdraw(episode, "changed its mind"):
@@ -384,29 +451,41 @@ class Histories(RuleBasedStateMachine):
             self.held(attempt, "wb-ep-of-nobody")
         if stranger.slot.id != attempt.slot.id:
             with pytest.raises((AuthenticationError, PermissionDenied)):
-                self.held(attempt, stranger.key)
+                self.held(attempt, stranger.keys[0])
 
     def tick(self, seconds: float, durable: bool) -> None:
         self.real.clock.now += seconds
         self.remember(durable)
-        self.real.rollouts.reap()
-        self.real.finishing.settle()
+
+        async def reap() -> None:
+            self.real.rollouts.reap()
+            self.real.finishing.settle()
+            self.real.teams.reap()
+
+        self.run(reap())
         self.reference.reap(self.now)
+        self.reference.settle(self.now)
+        for attempt in self.reference.overdue(self.now):
+            self.reference.undo(attempt)
         self.reference.settle(self.now)
         self.settle(durable)
 
     def restart(self) -> None:
         """SIGKILL, and a new process over what is on disk."""
         turns = [attempt.turns for attempt in self.reference.attempts]
-        keys = [attempt.key for attempt in self.reference.attempts]
+        keys = [attempt.keys for attempt in self.reference.attempts]
         clock = self.real.clock
         self.commits.jobs.clear()
-        close_as_a_kill_does(self.real)
+        self.kill()
         self.reference, self.saved = self.saved or self.reference, None
-        for attempt, count, key in zip(self.reference.attempts, turns, keys, strict=False):
-            attempt.turns, attempt.key = count, key  # neither waits for the ledger's commits
+        for attempt, count, own in zip(self.reference.attempts, turns, keys, strict=False):
+            attempt.turns, attempt.keys = count, own  # neither waits for the ledger's commits
         self.real = self.make_desk(self.max_attempts, self.folder, clock)
-        self.restore(self.real)
+
+        async def restore() -> None:
+            self.restore(self.real)
+
+        self.run(restore())
         self.flush()
         self.reference.restart(self.now)
         clock.now += 1e-3
@@ -423,11 +502,14 @@ class Histories(RuleBasedStateMachine):
                 assert self.real.book.state_of(slot.id) == (slot.state, slot.number), slot.id
         states = {(a.slot.id, a.number): a.state for a in self.reference.attempts}
         running = {key for key, state in states.items() if state in ("open", "tentative")}
+        assert all(e.state in GOES_ON for e in self.real.registry._running.values()), "what has ended is let go"
         found = self.real.registry.open_episodes()
         assert {(e.episode_id, e.attempt) for e in found} == running
         assert [e.state for e in found] == [states[e.episode_id, e.attempt] for e in found]
         assert self.real.limits.leases.num_held == len(self.reference.leases) == self.real.rollouts.num_leased
-        assert self.real.limits.episodes.num_held == len(running)
+        places = sum(a.has_place for a in self.reference.attempts if a.state == "prepared")
+        assert self.real.limits.episodes.num_held == len(running) + places
+        assert self.real.teams.num_in_doubt == sum(state == "prepared" for state in states.values())
         assert self.real.book.counts().num_groups == sum(g.is_open for g in self.reference.groups.values())
 
     def check_ledger(self) -> None:
@@ -442,11 +524,16 @@ class Histories(RuleBasedStateMachine):
                 counted = [v for v in views if v.record is not None and v.record.outcome is Outcome.AGENT]
                 assert len(counted) == (slot.state == "finished")
                 for view in views:
-                    finish = begun[view.attempt].finish
+                    attempt = begun[view.attempt]
+                    finish = attempt.finish if attempt.state != "prepared" else None
                     assert (view.record is None) == (finish is None)
                     if finish is not None:
                         assert view.record.finish_digest == finish_digest(finish)
                         assert view.record.num_turns == begun[view.attempt].turns
+
+
+def transaction_of(attempt: Attempt) -> str:
+    return f"{attempt.slot.id}-{attempt.number}".rjust(22, "t")
 
 
 def close_as_a_kill_does(desk: Any) -> None:
@@ -475,7 +562,13 @@ def histories(
                 "run": {"steps": 100_000},
                 "policies": {"solver": {"model": "m"}},
                 "dataflow": {**dataflow, "max_staleness": 1, "max_attempts": count},
-                "server": {"begin_wait_s": 0, "heartbeat_s": HEARTBEAT_S, "idle_timeout_s": IDLE_S},
+                "server": {
+                    "begin_wait_s": 0,
+                    "heartbeat_s": HEARTBEAT_S,
+                    "idle_timeout_s": IDLE_S,
+                    "lease_s": LEASE_S,
+                    "transaction_timeout_s": DOUBT_S,
+                },
             }
         )
         for count in (1, 2, 3)

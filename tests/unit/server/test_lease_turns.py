@@ -108,6 +108,26 @@ async def test_a_client_that_begins_nothing_holds_so_many_leases_and_gets_them_b
     assert len((await ask(desk, "hoarder", count=256)).leases) == 3
 
 
+async def test_a_call_whose_answer_was_lost_gets_it_again(open_desk: OpenDesk, clock: Any) -> None:
+    desk = open_desk(group_size=8)
+    desk.dealer.add_source("src", Split.TRAIN, [Task("src", "t")])
+    request = LeaseRequest(client_id="me", max_leases=3, splits=[Split.TRAIN], wait_s=0, idempotency_key="call-1")
+    leases = (await desk.rollouts.lease(request)).leases
+    clock.now += 10
+    again = (await desk.rollouts.lease(request)).leases
+    assert [lease.lease_id for lease in again] == [lease.lease_id for lease in leases]
+    assert (again[0].expires_s, desk.rollouts.num_leased) == (leases[0].expires_s - 10, 3)
+    stranger = (await desk.rollouts.lease(request.model_copy(update={"client_id": "other"}))).leases
+    assert {lease.lease_id for lease in stranger}.isdisjoint(lease.lease_id for lease in leases)
+    await desk.rollouts.begin(BeginRequest(idempotency_key="k", lease_id=leases[0].lease_id), base_url="")
+    assert desk.rollouts.release([leases[1].lease_id], client="me") == 1
+    assert [lease.lease_id for lease in (await desk.rollouts.lease(request)).leases] == [leases[2].lease_id]
+    clock.now += ServerConfig().lease_s
+    desk.rollouts.reap()
+    fresh = (await desk.rollouts.lease(request)).leases  # nothing is left of that answer
+    assert len(fresh) == 3 and leases[2].lease_id not in {lease.lease_id for lease in fresh}
+
+
 async def test_open_episodes_are_counted_until_they_end_or_are_lost(open_desk: OpenDesk, clock: Any) -> None:
     desk = open_desk(limits={"open_episodes": 2, "total_open_episodes": 3})
     first, second = await begin(desk, "a", "1"), await begin(desk, "a", "2")
@@ -139,3 +159,20 @@ async def test_begins_that_wait_for_room_are_bounded(open_desk: OpenDesk) -> Non
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert desk.limits.waiting.num_held == 0
+
+
+async def test_a_change_that_helps_nobody_costs_no_search_for_each_that_waits(open_desk: OpenDesk) -> None:
+    desk = open_desk(server={"begin_wait_s": 30})
+    clear_source(desk)
+    searches = Counter[str]()
+    free_groups = desk.variants.free_groups
+    desk.variants.free_groups = lambda variant: searches.update(["groups"]) or free_groups(variant)
+    waiting = [ask(desk, f"client-{number}") for number in range(200)]
+    await settle()
+    before = searches["groups"]
+    desk.changed.notify()
+    await settle()
+    assert 0 < searches["groups"] - before <= 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

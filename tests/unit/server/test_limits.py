@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.config.limits import LimitsConfig
 from wingbeat.core.config.load import validate_config
-from wingbeat.core.errors import ConfigError, LimitReached
+from wingbeat.core.errors import ConfigError, LimitReached, RequestError
 from wingbeat.server.limits import MAX_BUCKETS, Limits, Quota, Rate
 from wingbeat.server.metrics import ControlMetrics
 
@@ -48,6 +50,20 @@ def test_a_used_up_total_still_serves_who_has_less_than_a_share() -> None:
         calls.take("late")
     with pytest.raises(LimitReached):
         calls.take("greedy")
+
+
+def test_any_number_of_names_together_take_twice_the_total_and_no_more() -> None:
+    calls = quota(limit=10, total=20)
+    for number in range(1000):
+        with contextlib.suppress(LimitReached):
+            for _ in range(10):
+                calls.take(f"name-{number}")
+    assert calls.num_held == 40
+
+
+def test_what_nobody_may_have_is_refused_for_good() -> None:
+    with pytest.raises(RequestError, match=r"takes 5 model calls, and one client may have 4 \(limits\.calls\)"):
+        quota(limit=4).take("shop", 5)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6), st.booleans()), max_size=200))

@@ -34,7 +34,7 @@ class FakeSocket:
     def __init__(self, *, key: str = "worker-key") -> None:
         self.headers = {"authorization": f"Bearer {key}"}
         self.frames: list[list[ControlMessage]] = []
-        self.incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.incoming: asyncio.Queue[bytes | str | None] = asyncio.Queue()
         self.open = asyncio.Event()
         self.open.set()
         self.sending = asyncio.Event()
@@ -53,11 +53,11 @@ class FakeSocket:
             raise WebSocketDisconnect(1006)
         self.frames.append(decode_from_control(frame))
 
-    async def receive_bytes(self) -> bytes:
+    async def receive(self) -> dict[str, Any]:
         frame = await self.incoming.get()
         if frame is None:
-            raise WebSocketDisconnect(1006)
-        return frame
+            return {"type": "websocket.disconnect", "code": 1006}
+        return {"type": "websocket.receive", "text" if isinstance(frame, str) else "bytes": frame}
 
     def say(self, *messages: WorkerMessage) -> None:
         self.incoming.put_nowait(encode_frame(messages))
@@ -70,8 +70,11 @@ class FakeSession:
     def __init__(self) -> None:
         self.received: list[WorkerMessage] = []
         self.num_closed = 0
+        self.fault: Exception | None = None
 
     def receive(self, message: WorkerMessage) -> None:
+        if self.fault is not None:
+            raise self.fault
         self.received.append(message)
 
     def closed(self) -> None:
@@ -147,12 +150,33 @@ async def test_a_silent_worker_is_let_go() -> None:
     assert socket.close_code == 1000
 
 
-@pytest.mark.parametrize("frame", [b"\xff", b"", encode_frame([Heartbeat()]), encode_frame([REGISTER, REGISTER])])
-async def test_whoever_does_not_register_gets_no_session(frame: bytes) -> None:
+@pytest.mark.parametrize(
+    "frame", [b"\xff", b"", "text", encode_frame([Heartbeat()]), encode_frame([REGISTER, REGISTER])]
+)
+async def test_whoever_does_not_register_gets_no_session(frame: bytes | str) -> None:
     control, socket = FakeControl(), FakeSocket()
     socket.incoming.put_nowait(frame)
     await control.serve(socket)
-    assert control.send is None and socket.frames == []
+    assert control.send is None and socket.frames == [] and socket.close_code == 1008
+
+
+@pytest.mark.parametrize("frame", [b"\xff", b"", "text"])
+async def test_a_frame_that_is_none_ends_the_link(frame: bytes | str) -> None:
+    control, socket = FakeControl(), FakeSocket()
+    socket.say(REGISTER)
+    socket.incoming.put_nowait(frame)
+    await control.serve(socket)
+    assert control.session.num_closed == 1 and socket.close_code == 1007
+
+
+async def test_a_worker_hears_of_it_when_control_cannot_take_its_message() -> None:
+    control, socket = FakeControl(), FakeSocket()
+    control.session.fault = KeyError("batch")
+    socket.say(REGISTER)
+    socket.say(Heartbeat())
+    with pytest.raises(KeyError):
+        await control.serve(socket)
+    assert control.session.num_closed == 1 and socket.close_code == 1011, "else it would wait for ever"
 
 
 async def test_a_refusal_is_told() -> None:

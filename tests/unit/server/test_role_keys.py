@@ -9,7 +9,7 @@ import pytest
 from wingbeat.core.errors import AuthenticationError, PermissionDenied
 from wingbeat.core.keys import digest_of, hashed, is_hashed
 from wingbeat.server.keys.file import KeyFile, NewKey
-from wingbeat.server.keys.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS, MAY_WORK, Role
+from wingbeat.server.keys.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS, MAY_WORK, Principal, Role
 from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, OwnKeys, bearer, digest, new_episode_key
 
 
@@ -99,6 +99,8 @@ def test_keys_of_the_file_expire_and_are_revoked_while_the_server_runs(tmp_path:
         "laptop",
         record.id,
     )
+    assert Principal(Role.CLIENT).client(record.id) == f"~{record.id}", "nobody uses another key's quota up"
+    assert Principal(Role.CLIENT).client("key-of-mine") == "key-of-mine"
     clock.now += 60
     with pytest.raises(AuthenticationError, match=rf"{record.id} \(laptop\) has expired"):
         keys.principal(by(key))

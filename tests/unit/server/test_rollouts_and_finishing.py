@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from wingbeat.core.errors import (
     NotFoundError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownPolicy,
     VersionGone,
 )
@@ -586,3 +589,18 @@ async def test_a_slot_is_not_lost_where_its_pinned_version_is_gone(open_desk: Op
         await begin(desk, **{**fields, "policies": None})
     counts = desk.book.counts(Split.EVAL).slots
     assert (counts[SlotState.RUNNING], counts[SlotState.FREE]) == (1, 1)
+
+
+async def test_a_finish_that_the_disk_does_not_take_may_be_sent_again(
+    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control ends then, and the attempt still runs in its successor: its client must not give up."""
+    desk = open_desk(group_size=1)
+    (episode,) = await begun(desk)
+    broken: Future[bool] = Future()
+    broken.set_exception(sqlite3.OperationalError("disk I/O error"))
+    monkeypatch.setattr(desk.ledger, "record_finish", lambda record: broken)
+    with pytest.raises(UnavailableError, match=r"the ledger failed \(disk I/O error\).*send this again") as caught:
+        await desk.finishing.finish(episode, FinishRequest(rewards=1.0))
+    assert caught.value.retryable
+    desk.writes.clear()

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wingbeat.core.errors import ConflictError, EpisodeClosed, IdempotencyConflict, NotFoundError, RequestError
+from wingbeat.core.errors import (
+    ConflictError,
+    EpisodeClosed,
+    IdempotencyConflict,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+)
 from wingbeat.core.protocol import (
     AbortRequest,
     BeginReply,
@@ -271,7 +278,9 @@ async def test_a_stranger_is_never_asked(open_desk: OpenDesk) -> None:
     assert WEST in warning and "none of server.peers" in warning and f"/api/transactions/{T1}" in warning
 
 
-async def test_asked_by_a_peer_the_decider_aborts_what_its_client_left(open_desk: OpenDesk) -> None:
+async def test_asked_by_a_peer_the_decider_aborts_what_its_client_left(
+    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = open_desk()
     episode = await begun(desk)
     await desk.teams.prepare(episode, finish())
@@ -286,7 +295,11 @@ async def test_asked_by_a_peer_the_decider_aborts_what_its_client_left(open_desk
     assert (await desk.teams.look(strange, presume=True)).state == "aborted"
     with pytest.raises(ConflictError):  # it keeps its word
         await desk.teams.prepare(await begun(desk), finish(strange))
-    assert desk.ledger.decision(strange) is None  # but a stranger's questions fill no disk
+    assert desk.ledger.decision(strange) is None  # but a stranger's questions fill no disk,
+    monkeypatch.setattr("wingbeat.server.teams.teams.REMEMBERED", 1)
+    with pytest.raises(OverloadedError, match="never prepared here"):  # and push out no promise
+        await desk.teams.look("y" * 22, presume=True)
+    assert (await desk.teams.look(strange, presume=True)).state == "aborted"
 
 
 # --- restarts ------------------------------------------------------------------------------------

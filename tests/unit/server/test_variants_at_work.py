@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wingbeat.core.config import Config
-from wingbeat.core.errors import ConflictError, EpisodeClosed
+from wingbeat.core.errors import ConflictError, EpisodeClosed, SetupError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest, LeaseRequest
 from wingbeat.core.types import Outcome, Split, Task, Variant
@@ -379,3 +379,21 @@ def test_whoever_comes_and_goes_every_task_is_trained_by_one_version_in_the_end(
     assert crowd.book.counts().num_groups == 0, "no group waits for a version that is gone"
     assert sorted(crowd.trained) == [str(number) for number in range(5)], "no task is skipped"
     assert set(crowd.trained.values()) == {1}, "and none is trained twice"
+
+
+def test_damaged_weights_are_told_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "variants.json").write_text('{"weights": {')
+    with pytest.raises(SetupError, match=r"variants\.json are damaged"):
+        Variants(replace(Crowd(weights={}).variants._parts, run_dir=tmp_path))
+
+
+def test_a_recalled_group_ends_when_its_last_attempt_is_lost() -> None:
+    crowd = Crowd(weights={})
+    crowd.join(Variant("a", "01"))
+    crowd.join(Variant("a", "02"))
+    leaves, stays = crowd.clients
+    assert crowd.lease(leaves) and crowd.lease(stays)
+    crowd.leave(leaves)
+    crowd.vanish(leaves)
+    crowd.tick(1)
+    assert crowd.book.counts().num_groups == 1

@@ -178,11 +178,15 @@ async def test_a_wrong_key_is_not_tried_again(
     assert "refused the worker key" in caplog.text
 
 
-async def test_it_gives_up_on_a_control_that_stays_away(control: FakeControl, connect: Any) -> None:
+async def test_it_gives_up_on_a_control_that_stays_away(
+    control: FakeControl, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wingbeat.workers.link.RECONNECT_S", (0.001,))
     control.answer = 503
-    link = connect(give_up_s=0.05)
+    link = connect(give_up_s=0.2)
     assert await Inbox(link).next() == Shutdown("link closed")
-    assert link.failed and control.num_tries > 1
+    assert link.failed and control.num_tries > 4
+    assert caplog.text.count("is `wingbeat serve` running there?") == 1, "told early, and once"
 
 
 async def test_the_patience_begins_anew_with_every_connection(control: FakeControl, connect: Any) -> None:

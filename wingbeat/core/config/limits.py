@@ -35,6 +35,13 @@ class LimitsConfig(Section):
         default=256 * 2**20, ge=1, description="Request bodies of one client that are received or read at once."
     )
     total_body_bytes: int = Field(default=2**30, ge=1, description="Request bodies of all at once.")
+    task_sources: int = Field(
+        default=1000,
+        ge=1,
+        description="Task sources of the run, training and evaluation counted apart; more get 413. They stay in memory"
+        " and on disk until an admin removes them.",
+    )
+    task_bytes: int = Field(default=2 * 2**30, ge=1, description="Tasks of all sources together; more get 413.")
     call_s: float = Field(
         default=3600.0, gt=0, description="The longest life of a model call, its wait for an engine included."
     )

@@ -62,13 +62,17 @@ class ServerConfig(Section):
     )
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="Larger request bodies get 413.")
     max_connections: int = Field(
-        default=8192, ge=1, description="Connections at once; one more is told 503 and closed."
+        default=8192,
+        ge=1,
+        description="Connections at once; one more is told 503 (with TLS: nothing) and closed. Callers of this machine"
+        " have 256 more, so that workers come back to a full server.",
     )
     request_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="How long a caller may take to send the head of a request, and its body to begin: a body that comes"
-        " slower than 1 kB/s beyond that gets 408.",
+        description="How long a caller may take for the TLS handshake, to send the head of a request, and its body to"
+        " begin: a body that comes slower than 1 kB/s beyond that gets 408. Who reads nothing of an answer for ten"
+        " times as long is cut off.",
     )
     idle_timeout_s: float = Field(
         default=600.0, gt=0, description="An episode without open request or heartbeat for so long is lost."
@@ -81,7 +85,7 @@ class ServerConfig(Section):
     )
     begin_wait_s: float = Field(default=30.0, ge=0, le=30, description="How long begin and lease wait for admission.")
     lease_s: float = Field(
-        default=60.0,
+        default=30.0,
         ge=1,
         description="How long a lease waits for its begin; where its client died, the group waits for so long.",
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ import msgspec
 
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import Task
+from wingbeat.dataflow.aging import AttemptKey
 from wingbeat.dataflow.operators.base import Operator, OperatorFault
 from wingbeat.dataflow.operators.decisions import Applied, apply_operator, view_group
 from wingbeat.dataflow.operators.past import PastGroups
@@ -223,13 +224,18 @@ class OperatorChain:
         link.counts.replayed += len(keys)
         return replace(draft, episodes=(*draft.episodes, *added), replayed=(*draft.replayed, *keys))
 
-    def recall(self, batches: Sequence[TrainingBatch]) -> None:
+    def recall(self, batches: Sequence[TrainingBatch], *, erased: Collection[AttemptKey] = ()) -> None:
         """Rebuild what may be trained again from the logged batches of the lineage, in their order.
 
-        Call it after a restart and after a rollback; those of the last ``max_staleness`` steps do.
+        Call it after a restart and after a rollback; those of the last ``max_staleness`` steps do.  ``erased``:
+        attempts that must not train again.
         """
         if self._composes:
-            self._past.rebuild(batches)
+            self._past.rebuild(batches, erased=erased)
+
+    def forget(self, group_id: str) -> None:
+        """A group must not train again; harmless where nothing of it is known."""
+        self._past.forget(group_id)
 
     # --- state --------------------------------------------------------------------------------
 

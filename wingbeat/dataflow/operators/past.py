@@ -1,15 +1,16 @@
 """Groups that earlier batches trained, for operators that train them again.
 
-Everything here follows from the logged batches, so a restart rebuilds it from the ledger and nothing
-of it has to be saved.
+Everything here follows from the logged batches and from what was erased, so a restart rebuilds it from the ledger
+and nothing of it has to be saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch
+from wingbeat.dataflow.aging import AttemptKey, attempt_key
 from wingbeat.dataflow.operators.views import PastGroup, view_episodes
 
 
@@ -29,11 +30,16 @@ class PastGroups:
         self._max_staleness = max_staleness
         self._groups: dict[str, _Kept] = {}
 
-    def rebuild(self, batches: Iterable[TrainingBatch]) -> None:
-        """Forget everything, then note logged batches in the order of their steps."""
+    def rebuild(self, batches: Iterable[TrainingBatch], *, erased: Collection[AttemptKey] = ()) -> None:
+        """Forget everything, then note logged batches in the order of their steps, without what was ``erased``."""
         self._groups.clear()
         for batch in batches:
-            self.note(batch.step, batch.episodes, replayed=batch.replayed)
+            left = [member for member in batch.episodes if attempt_key(member) not in erased]
+            self.note(batch.step, left, replayed=batch.replayed)
+
+    def forget(self, group_id: str) -> None:
+        """Harmless for a group that is not remembered."""
+        self._groups.pop(group_id, None)
 
     def note(self, step: int, members: Sequence[EpisodeSamples], *, replayed: Sequence[tuple[str, int]]) -> None:
         """A batch: its new groups are remembered, its repeated ones have been used once more."""

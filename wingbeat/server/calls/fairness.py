@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,10 +29,6 @@ class FairShares:
     def place(self, client: str) -> float:
         """Where a client stands: the lowest is served next."""
         return max(self._now, self._clocks.get(client, 0.0))
-
-    def next(self, clients: Iterable[str]) -> str:
-        """The client to serve; of several that stand equal the first named."""
-        return min(clients, key=self.place)
 
     def charge(self, client: str, cost: float = 1.0) -> None:
         """The client was served."""

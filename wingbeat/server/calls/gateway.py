@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -41,6 +41,12 @@ class Begun:
 Streamed = Begun | TextDelta | Choice
 
 
+def unknown_policy(name: str, known: Iterable[str]) -> UnknownPolicy:
+    """The refusal of a model that the key of a call may not call; it may call ``known``."""
+    may = ", ".join(known) or "none of this server's (its --policy names others)"
+    return UnknownPolicy(f"no policy {name!r} for this key; it has {may}", param="model")
+
+
 class Gateway:
     """Serves model calls of episodes."""
 
@@ -61,10 +67,7 @@ class Gateway:
     def prepare(self, episode: OpenEpisode, call: ModelCall, *, turn_prefix: str = "chatcmpl-") -> Prepared:
         """Everything that can be refused is refused here, before anything is generated."""
         if call.policy not in episode.policies:
-            raise UnknownPolicy(
-                f"this episode has no policy {call.policy!r}; it has {', '.join(episode.policies)}",
-                param="model",
-            )
+            raise unknown_policy(call.policy, episode.policies)
         host = self._policies[call.policy]
         call = with_kept_tools(episode, call)
         plan = resolve_prompt(episode, host, call)

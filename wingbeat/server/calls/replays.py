@@ -137,11 +137,15 @@ class ReplayBook:
             self._num_bytes -= size
             oldest.let_go()
 
+    def drop(self, run: Run) -> None:
+        """Its answer is given to nobody any more."""
+        self._num_bytes -= self._kept.pop(run, 0)
+        run.let_go()
+
     def forget(self, seen: SeenCalls) -> None:
         """The episode is over: nothing of it can be asked for again."""
         for run in seen.order:
-            self._num_bytes -= self._kept.pop(run, 0)
-            run.let_go()
+            self.drop(run)
         seen.order.clear()
         seen.by_digest.clear()
         seen.by_key.clear()

@@ -17,8 +17,8 @@ import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wingbeat.core.errors import (
+    AuthenticationError,
     PayloadTooLarge,
-    UnknownPolicy,
     WingbeatError,
 )
 from wingbeat.server.calls.dialects import chat, completions
@@ -29,15 +29,17 @@ from wingbeat.server.calls.dialects.messages import MESSAGES
 from wingbeat.server.calls.dialects.messages import parse as messages
 from wingbeat.server.calls.dialects.responses import RESPONSES
 from wingbeat.server.calls.dialects.responses import parse as responses
+from wingbeat.server.calls.gateway import unknown_policy
 from wingbeat.server.calls.model_call import ModelCall, Prepared
 from wingbeat.server.calls.replays import Fingerprint, SeenCalls
 from wingbeat.server.calls.runs import Reader, Run
 from wingbeat.server.collect.calls import CollectedCall, CollectedCalls
+from wingbeat.server.collect.conversation_store import let_go_if_over
 from wingbeat.server.control import Control
 from wingbeat.server.episodes.recovery import asked_again
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.http.error_answers import error_headers, http_fault
-from wingbeat.server.http.request_limits import BodyHold
+from wingbeat.server.http.request_limits import BodyHold, nobody
 from wingbeat.server.http.requests import decode_json, hang_up, has_hung_up, read_body
 from wingbeat.server.limits import TooFast
 
@@ -153,12 +155,14 @@ class ModelCalls:
             wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
             caller = self._control.collecting.caller(wanted, path_key=key)
             episode = self._episode(wanted, key) if caller is None else self._control.collecting.store.visitor(caller)
+            hold = BodyHold(self._control.limits, episode.client)
+            own = hold.admit(headers, receive)
             if dialect is None:
+                hold.release()
                 await self._models(episode, path.removeprefix(MODELS).removeprefix("/"), send)
                 return
-            hold = BodyHold(self._control.limits, episode.client)
             try:
-                body = await self._body(episode, headers, hold.admit(headers, receive))
+                body = await self._body(episode, headers, own)
                 if path == COUNT:
                     await self._count(episode, body, send)
                     return
@@ -176,9 +180,18 @@ class ModelCalls:
             finally:
                 episode.last_seen = self._control.clock()
         except WingbeatError as error:
-            if isinstance(error, TooFast):
-                await asyncio.sleep(error.pause_s)
-            await answer_error(dialect or CHAT, error, send)
+            await self._refuse(error, dialect or CHAT, scope, send)
+
+    async def _refuse(self, error: WingbeatError, dialect: Dialect, scope: Scope, send: Send) -> None:
+        """Whoever asks too fast is answered later, and so is who guesses keys."""
+        if isinstance(error, AuthenticationError):
+            try:
+                self._control.limits.rate.spend(nobody(scope))
+            except TooFast as refusal:
+                error = refusal
+        if isinstance(error, TooFast):
+            await asyncio.sleep(error.pause_s)
+        await answer_error(dialect, error, send)
 
     def _episode(self, headers: Mapping[str, str], key: str) -> OpenEpisode:
         """The attempt whose key the path or a header carries."""
@@ -249,6 +262,7 @@ class ModelCalls:
         def ended(run: Run) -> None:
             calls.give(client, num_calls)
             self._control.registry.replays.keep(run)
+            let_go_if_over(episode)
 
         run.start(self._control.gateway, prepared, ended)
         return run
@@ -276,7 +290,7 @@ class ModelCalls:
             await answer(send, 200, orjson.dumps({"object": "list", "data": models}), {})
             return
         if name.partition(":")[0] not in episode.policies:
-            raise UnknownPolicy(f"this episode has no policy {name!r}; it has {', '.join(episode.policies)}")
+            raise unknown_policy(name, episode.policies)
         await answer(send, 200, orjson.dumps(_model(name)), {})
 
 

@@ -170,7 +170,7 @@ class Run:
         self.done = True
         if self._death is not None:
             self._death.cancel()
-        error = self._error_of(task)
+        error, self._task = self._error_of(task), None
         if not self._given_up:
             self._episode.call_fault = None if error is None else fault_of_call(error)
         if error is not None:
@@ -178,7 +178,7 @@ class Run:
             if self._writer is not None and self.frames:
                 self.frames.append(Frame(self._writer.error(error), last=True))
             else:
-                self.error = error
+                self.error = _without_frames(error)
             self.let_go()  # nobody gets this for an answer again
         self._writer = None
         if self._grace is not None:
@@ -246,3 +246,9 @@ class Run:
         self._let_go = True
         if not self._readers:
             self.frames.clear()
+
+
+def _without_frames(error: WingbeatError) -> WingbeatError:
+    """Where it was raised holds on to the whole prompt, and a run is remembered for long."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

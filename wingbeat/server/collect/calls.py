@@ -23,7 +23,7 @@ from wingbeat.server.calls.model_call import ChatPrompt, ModelCall, Prepared
 from wingbeat.server.calls.replays import Fingerprint, SeenCalls
 from wingbeat.server.calls.runs import Run
 from wingbeat.server.collect.collecting import Collecting
-from wingbeat.server.collect.conversation_store import walk_owner
+from wingbeat.server.collect.conversation_store import let_go_if_over, walk_owner
 from wingbeat.server.collect.conversations import CollectedEpisode, Conversation, episode_id_in
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.http.requests import decode_json
@@ -172,19 +172,26 @@ class CollectedCalls:
         return replace(call, prompt=whole)
 
     async def _prepared(self, request: CollectedCall, parsed: _Parsed, episode: CollectedEpisode) -> Run:
-        """Long prompts are tokenised in a thread."""
+        """Long prompts are tokenised in a thread; what ends the conversation meanwhile leaves the call its turns."""
         work = partial(self._gateway.prepare, episode, parsed.call, turn_prefix=request.dialect.turn_prefix)
-        if not request.is_long and not episode.graph_lock.locked():
-            prepared = work()
-        else:
-            async with episode.graph_lock:
-                prepared = await asyncio.to_thread(work)
-        if episode.conversation is not None:
-            prepared.enforced[EPISODE_HEADER] = episode.episode_id
-        if parsed.walk is not None:
-            episode.walks.update(dict.fromkeys(prepared.turn_ids, parsed.walk))
-        seen = self._collecting.seen_by(request.caller)
-        return self._begin(request.dialect, episode, seen, request.fingerprint, prepared)
+        preparing = asyncio.current_task()
+        assert preparing is not None
+        episode.calls.add(preparing)
+        try:
+            if not request.is_long and not episode.graph_lock.locked():
+                prepared = work()
+            else:
+                async with episode.graph_lock:
+                    prepared = await asyncio.to_thread(work)
+            if episode.conversation is not None:
+                prepared.enforced[EPISODE_HEADER] = episode.episode_id
+            if parsed.walk is not None:
+                episode.walks.update(dict.fromkeys(prepared.turn_ids, parsed.walk))
+            seen = self._collecting.seen_by(request.caller)
+            return self._begin(request.dialect, episode, seen, request.fingerprint, prepared)
+        finally:
+            episode.calls.discard(preparing)
+            let_go_if_over(episode)
 
 
 def _parse(request: CollectedCall) -> _Parsed:

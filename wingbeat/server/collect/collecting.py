@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping
 
 from wingbeat.core.errors import AuthenticationError, NotFoundError, PermissionDenied, UnknownEpisode
+from wingbeat.core.protocol import DeletedReply
 from wingbeat.core.types import Cause
 from wingbeat.server.calls.replays import SeenCalls
 from wingbeat.server.collect.conversation_files import ATTEMPT
@@ -90,6 +91,15 @@ class Collecting:
         """Tell the metrics what is open now."""
         self._parts.collect_metrics.now(self.store.book.counts(), self.store.book.num_bytes)
 
+    async def delete(self, target: Target) -> DeletedReply:
+        """Its text goes, from memory, disk and ledger; see :meth:`ConversationEnds.delete`.  Raises UnknownEpisode."""
+        reply = await self.ends.delete(target)
+        for seen in self._seen.values():
+            for run in seen.order:
+                if run.episode.episode_id == target.episode_id:
+                    self._parts.replays.drop(run)
+        return reply
+
     # --- life -----------------------------------------------------------------------------------
 
     def open(self, caller: Principal, *, name: str) -> CollectedEpisode:
@@ -111,6 +121,7 @@ class Collecting:
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             self.sweep()
+            await self.ends.empty_log()
 
     def sweep(self) -> None:
         """What is due now."""

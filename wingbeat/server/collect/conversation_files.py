@@ -52,6 +52,7 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
     undelivered: tuple[str, ...] = ()
     """Other turns whose replies nobody had received by then."""
     resampled: tuple[str, ...] = ()
+    in_doubt: tuple[str, ...] = ()
 
 
 class Marks(msgspec.Struct, frozen=True, tag="marks"):
@@ -59,6 +60,8 @@ class Marks(msgspec.Struct, frozen=True, tag="marks"):
 
     undelivered: tuple[str, ...]
     resampled: tuple[str, ...]
+    in_doubt: tuple[str, ...] = ()
+    """Of which nobody knows whether they were received, since the server was killed about then."""
 
 
 NO_MARKS = Marks((), ())
@@ -115,17 +118,26 @@ class ConversationFiles:
                 return None
             elif isinstance(piece, Taken):
                 found.turns.append(piece)
-                found.marks, found.is_cut_off = Marks(piece.undelivered, piece.resampled), True
+                found.marks, found.is_cut_off = Marks(piece.undelivered, piece.resampled, piece.in_doubt), True
             else:
                 found.marks, found.is_cut_off = piece, False
             if found is not None:
                 found.num_bytes += len(data)
         return found
 
-    def all(self) -> Iterator[tuple[str, StoredConversation | None]]:
-        """Every episode id with what is known of it."""
+    def take_up(self, episode_id: str) -> tuple[StoredConversation | None, bool]:
+        """To go on with: what is damaged is cut off.  True where more is lost than what a kill left half written."""
+        is_damaged = self._captures.cut_damage(episode_id, ATTEMPT)
+        return self.read(episode_id), is_damaged
+
+    def names(self) -> Iterator[str]:
+        """Every episode id."""
         for episode_id, _ in self._captures.attempts():
-            yield episode_id, self.read(episode_id)
+            yield episode_id
+
+    def unreadable(self) -> tuple[Path, ...]:
+        """Files of which nobody knows whose they are."""
+        return self._captures.unreadable()
 
     def remove(self, episode_id: str) -> None:
         """Harmless where there is none."""

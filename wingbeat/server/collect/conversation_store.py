@@ -21,6 +21,7 @@ from wingbeat.server.collect.conversations import (
     restore_turns,
 )
 from wingbeat.server.collect.metrics import CollectMetrics
+from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.keys.principals import Principal
 from wingbeat.server.policies.host import PolicyHost
 from wingbeat.tracking.graph import EpisodeGraph
@@ -68,8 +69,16 @@ class ConversationStore:
 
         ``has_ended`` tells whether the ledger has an episode already: its file was about to be removed.
         """
-        for episode_id, stored in self.files.all():
-            if stored is None or not stored.turns or has_ended(episode_id):
+        for path in self.files.unreadable():
+            self._tell_of_damage("", f"{path.name} is damaged from its beginning: nobody knows whose it is")
+        for episode_id in self.files.names():
+            if has_ended(episode_id):
+                self.files.remove(episode_id)
+                continue
+            stored, is_damaged = self.files.take_up(episode_id)
+            if is_damaged:
+                self._tell_of_damage(episode_id, "turns of it are damaged on disk: what is before them stands")
+            if stored is None or not stored.turns:
                 self.files.remove(episode_id)
                 continue
             self.book.add(self._conversation_of(episode_id, stored))
@@ -95,7 +104,11 @@ class ConversationStore:
         """Its turns in memory; None where it has ended meanwhile, or the disk has lost them."""
         async with conversation.loading:
             if conversation.episode is None and not conversation.ended:
-                stored = await asyncio.to_thread(self.files.read, conversation.episode_id)
+                stored, is_damaged = await asyncio.to_thread(self.files.take_up, conversation.episode_id)
+                if conversation.ended:
+                    return None
+                if is_damaged:
+                    self._tell_of_damage(conversation.episode_id, "turns of it are damaged on disk")
                 episode = self._empty(conversation, caller=caller)
                 try:
                     if stored is None:
@@ -110,10 +123,13 @@ class ConversationStore:
 
     def _lost(self, conversation: Conversation, error: str) -> None:
         """What is on disk cannot be read."""
-        logger.error("the conversation %s cannot be read: %s", conversation.episode_id, error)
-        self._events.emit("collected_lost", episode_id=conversation.episode_id, error=error)
+        self._tell_of_damage(conversation.episode_id, f"it cannot be read: {error}")
         self.end(conversation)
         self._metrics.ended.labels(conversation.key_name, "lost").inc()
+
+    def _tell_of_damage(self, episode_id: str, error: str) -> None:
+        logger.error("collected conversation %s: %s", episode_id, error)
+        self._events.emit("collected_lost", episode_id=episode_id, error=error)
 
     def unload_idle(self) -> None:
         """Those without a call for a while go on waiting on the disk only."""
@@ -131,8 +147,10 @@ class ConversationStore:
             self.end(conversation)
         elif episode is not None:
             known = {turn.turn_id for turn in episode.graph.turns}
-            marks = Marks(tuple(sorted(episode.undelivered & known)), tuple(sorted(episode.resampled & known)))
-            self._append(conversation, marks)
+            kinds = (episode.undelivered, episode.resampled, episode.in_doubt)
+            marks = Marks(*(tuple(sorted(kind & known)) for kind in kinds))
+            if marks != episode.stored_marks:  # (whoever only looks at it leaves it as it was)
+                self._append(conversation, marks)
         _release(episode)
 
     @property
@@ -203,7 +221,9 @@ class ConversationStore:
             instructed=turn.turn_id in episode.instructed,
             undelivered=tuple(sorted(episode.undelivered - {turn.turn_id})),
             resampled=tuple(sorted(episode.resampled)),
+            in_doubt=tuple(sorted(episode.in_doubt)),
         )
+        episode.stored_marks = None
         first = conversation.num_turns == 0
         if (first and not self._append(conversation, _opened(conversation))) or not self._append(conversation, taken):
             return
@@ -274,6 +294,12 @@ class ConversationStore:
             if not conversation.is_busy and conversation.num_turns:
                 excess -= 1
                 yield conversation, f"collect.max_open = {self._config.max_open} is reached"
+
+
+def let_go_if_over(episode: OpenEpisode) -> None:
+    """After a call: of a conversation that nobody goes on with no text stays in memory, answers for retries aside."""
+    if isinstance(episode, CollectedEpisode) and (episode.conversation is None or episode.conversation.ended):
+        _release(episode)
 
 
 def _release(episode: CollectedEpisode | None) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from wingbeat.core.protocol import FinishReply
 from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.dataflow.records import GroupSpec
-from wingbeat.server.collect.conversation_files import ATTEMPT, StoredConversation
+from wingbeat.server.collect.conversation_files import ATTEMPT, Marks, StoredConversation
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.keys.principals import Principal
 from wingbeat.tracking.graph import EpisodeGraph
@@ -92,6 +92,8 @@ class Conversation:
     ended: bool = False
     finish_digest: str = ""
     finishing: asyncio.Task[FinishReply] | None = None
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """The ledger has its end, or failed to take it."""
 
     @property
     def group(self) -> GroupSpec:
@@ -118,6 +120,8 @@ class CollectedEpisode(OpenEpisode):
     """Per turn that is being sampled, the conversation that it answers."""
     known_tools: set[str] = field(default_factory=set[str])
     """Digests of the tools that are on disk."""
+    stored_marks: Marks | None = None
+    """What its file says at the end; None where that is a turn."""
     at_policy_temperature: bool = False
 
     @property
@@ -169,6 +173,8 @@ def restore_turns(episode: CollectedEpisode, stored: StoredConversation) -> None
             episode.truncated.add((turn.policy, turn.agent))
     episode.undelivered.update(stored.marks.undelivered)
     episode.resampled.update(stored.marks.resampled)
+    episode.in_doubt.update(stored.marks.in_doubt)
+    episode.stored_marks = None if stored.is_cut_off else stored.marks
     if stored.is_cut_off:
         _doubt_the_last(episode)
     episode.turn_numbers = itertools.count((max(numbers, default=-1) // TURN_NUMBERS + 1) * TURN_NUMBERS)

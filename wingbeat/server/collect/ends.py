@@ -19,8 +19,10 @@ from wingbeat.core.protocol import AbortRequest, DeletedReply, FinishReply, Fini
 from wingbeat.core.types import OUTCOME_OF, UNSAID, Cause, Outcome, Split
 from wingbeat.dataflow.aging import rebase_member
 from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.ledger_views import AttemptView
 from wingbeat.dataflow.records import ClosedGroup, EpisodeRecord, GroupSpec, finish_digest
+from wingbeat.server.calls.replays import ReplayBook
 from wingbeat.server.collect.conversation_store import ConversationStore
 from wingbeat.server.collect.conversations import CollectedEpisode, Conversation
 from wingbeat.server.collect.groups import RECORDED, TRAINED, CollectedGroups, Settled
@@ -56,6 +58,7 @@ class CollectParts:
     events: EventLog
     metrics: ControlMetrics
     collect_metrics: CollectMetrics
+    replays: ReplayBook
     watch: Callable[[Future[Any]], None]
     notify: Callable[[], None]
     clock: Callable[[], float]
@@ -87,6 +90,8 @@ class ConversationEnds:
         self.pending: dict[str, Conversation] = {}
         """Those whose end is being made durable."""
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._log_has_text = False
+        """Of what was deleted."""
 
     async def close_unscored(
         self, conversation: Conversation, cause: Cause, why: str, *, unless_used: bool = False
@@ -112,6 +117,7 @@ class ConversationEnds:
             self._store.forget(conversation)
         finally:
             self.pending.pop(conversation.episode_id, None)
+            conversation.settled.set()
         settled = Settled(result, why if cause is Cause.FEEDBACK_MISSING else "")
         self._note(conversation, settled, Split.EVAL, cause)
 
@@ -183,6 +189,7 @@ class ConversationEnds:
             return reply
         finally:
             self.pending.pop(conversation.episode_id, None)
+            conversation.settled.set()
 
     def _trained(self, record: EpisodeRecord, settled: Settled) -> None:
         """In the progress of a policy its conversations are episodes like others."""
@@ -245,11 +252,14 @@ class ConversationEnds:
             raise EpisodeClosed(f"conversation {target.episode_id} was closed unscored: {view.message}")
         if view.record.finish_digest != digest:
             raise _other_body(target.episode_id)
-        reasons = sorted({status.reason for status in view.samples if status.reason})
+        reasons = sorted({s.reason for s in view.samples if s.reason and s.state is SampleState.DROPPED})
         return _reply(view.record, f"recorded, and trains nothing: {', '.join(reasons)}" if reasons else "")
 
     async def ended(self, target: Target) -> AttemptView:
-        """What the ledger says of a conversation that has ended.  Raises UnknownEpisode."""
+        """What the ledger says of a conversation that has ended, once it has it.  Raises UnknownEpisode."""
+        conversation = self.pending.get(target.episode_id)
+        if conversation is not None:
+            await conversation.settled.wait()
         try:
             views = await asyncio.to_thread(self._parts.ledger.episode, target.episode_id)
         except UnknownEpisode:
@@ -283,20 +293,25 @@ class ConversationEnds:
             self._parts.collect_metrics.ended.labels(conversation.key_name, DELETED).inc()
             self._parts.events.emit("collected_deleted", episode_id=episode_id)
             return DeletedReply(episode_id=episode_id)
-        if conversation is not None and conversation.finishing is not None:
-            await asyncio.shield(conversation.finishing)
         view = await self.ended(target)
-        for host in self._parts.policies.values():
-            host.buffer.remove(view.group.id)
+        self._forget_group(view.group.id)
+        erased = await asyncio.wrap_future(self._parts.ledger.erase_episode(episode_id))
+        self._forget_group(view.group.id)  # a rollback may have read the ledger just before
         self._ended.pop(episode_id, None)
-        needed_after = {
-            host.name: host.version - host.rule.gate.max_staleness for host in self._parts.policies.values()
-        }
-        write = self._parts.ledger.erase_episode(episode_id, needed_after=needed_after)
-        erased = await asyncio.wrap_future(write)
-        await asyncio.to_thread(self._parts.ledger.empty_log)
+        self._log_has_text = True
+        await self.empty_log()
         self._parts.events.emit("collected_deleted", episode_id=episode_id, in_batches=erased)
         return DeletedReply(episode_id=episode_id, in_batches=erased)
+
+    async def empty_log(self) -> None:
+        """Leave nothing of what was deleted in the ledger's write-ahead log; until that is done, call it again."""
+        if self._log_has_text:
+            self._log_has_text = not await asyncio.to_thread(self._parts.ledger.empty_log)
+
+    def _forget_group(self, group_id: str) -> None:
+        for host in self._parts.policies.values():
+            host.buffer.remove(group_id)
+            host.chain.forget(group_id)
 
     def _note(self, conversation: Conversation, settled: Settled, split: Split, cause: Cause) -> None:
         """Where people look; what was said in the conversation, or of it, is not for logs."""

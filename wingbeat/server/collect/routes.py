@@ -68,7 +68,7 @@ def collect_routes(control: Control, keys: KeyRing) -> APIRouter:
         target = control.collecting.claim(episode_id, request.headers)
         if target is None:
             raise UnknownEpisode(f"{episode_id!r} is no collected conversation; episodes that a client began stay")
-        return await control.collecting.ends.delete(target)
+        return await control.collecting.delete(target)
 
     return router
 

@@ -44,6 +44,7 @@ def make_collecting(control: Control, keys: KeyRing, *, wall: Callable[[], float
             events=control.events,
             metrics=control.metrics,
             collect_metrics=metrics,
+            replays=control.registry.replays,
             watch=control.watch,
             notify=control.changed.notify,
             clock=control.clock,

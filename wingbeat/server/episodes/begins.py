@@ -33,8 +33,10 @@ from wingbeat.core.errors import (
 from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel
 from wingbeat.core.types import Cause, Split
 from wingbeat.dataflow.groups import ReleaseReason, SlotTicket
+from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.records import BeginRecord, GroupSpec
 from wingbeat.server.episodes.client_groups import is_client_group
+from wingbeat.server.episodes.durable import until_durable
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode, task_model
 from wingbeat.server.keys.ring import digest, new_episode_key
 from wingbeat.tracking.graph import EpisodeGraph
@@ -79,17 +81,41 @@ class Begins:
         self._parts = parts
         self._begun: OrderedDict[str, Begun] = OrderedDict()
         """By idempotency key, oldest first."""
+        self._has_forgotten = False
+        """Whether there may have been others."""
 
     # --- repeats ------------------------------------------------------------------------------
 
     def repeated(self, idempotency_key: str, body_digest: str) -> Begun | None:
         """The earlier begin under this key; None for a new one.  Raises IdempotencyConflict."""
         known = self._begun.get(idempotency_key)
-        if known is not None and known.body_digest != body_digest:
-            raise IdempotencyConflict(
-                f"idempotency key {idempotency_key!r} was used with another body; use a new key per episode"
-            )
+        if known is not None:
+            _check_body(idempotency_key, known.body_digest, body_digest)
         return known
+
+    def recollect(self, idempotency_key: str, body_digest: str) -> None:
+        """A key that this process does not know may have begun an attempt, which it must not begin twice.
+
+        Raises EpisodeClosed where that has ended, IdempotencyConflict for another body.
+        """
+        if not self._has_forgotten or idempotency_key in self._begun:
+            return
+        earlier = self._parts.ledger.begun(idempotency_key)
+        if earlier is None or earlier.state is AttemptState.INTERRUPTED:  # a restart's fault: it may try again
+            return
+        begin = earlier.begin
+        _check_body(idempotency_key, begin.begin_digest, body_digest)
+        current = self._parts.registry.current(begin.episode_id)
+        if current is not None and current.attempt == begin.attempt and current.state in GOES_ON:
+            return self.restored(current)
+        raise EpisodeClosed(
+            f"episode {begin.episode_id} attempt {begin.attempt}, which this key began, is {earlier.state};"
+            " begin another one with a new key"
+        )
+
+    def restarted(self) -> None:
+        """An earlier process began attempts, too."""
+        self._has_forgotten = True
 
     def restored(self, episode: OpenEpisode) -> None:
         """An attempt that an earlier process began."""
@@ -100,6 +126,7 @@ class Begins:
         self._begun[begun.episode.idempotency_key] = begun
         while len(self._begun) > REMEMBERED:
             self._begun.popitem(last=False)
+            self._has_forgotten = True
 
     async def answer(self, begun: Begun, *, base_url: str) -> BeginReply:
         """The reply, once the attempt is durable.
@@ -138,7 +165,7 @@ class Begins:
         if write is None or (write.done() and write.exception() is None):
             return
         try:
-            await asyncio.wait_for(asyncio.wrap_future(write), DURABLE_S)
+            await asyncio.wait_for(until_durable(write), DURABLE_S)
         except TimeoutError:
             why = self._parts.ledger.blocked or "the disk is slow"
             raise UnavailableError(f"this begin is not on disk yet ({why}); send it again, it stays the same") from None
@@ -280,3 +307,10 @@ class Begins:
         if not host.is_pinned(int(version)):
             raise VersionGone(f"{name!r} is not held: POST /api/evaluations pins a version", param="policies")
         return base, int(version)
+
+
+def _check_body(idempotency_key: str, known: str, got: str) -> None:
+    if known != got:
+        raise IdempotencyConflict(
+            f"idempotency key {idempotency_key!r} was used with another body; use a new key per episode"
+        )

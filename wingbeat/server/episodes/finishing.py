@@ -27,6 +27,7 @@ from wingbeat.dataflow.records import (
 )
 from wingbeat.server.collect.conversations import is_collected
 from wingbeat.server.collect.groups import CollectedGroups
+from wingbeat.server.episodes.durable import until_durable
 from wingbeat.server.episodes.endings import Endings, real_cause
 from wingbeat.server.episodes.evaluations import Evaluations
 from wingbeat.server.episodes.finish_records import credit_of, record_of, trainable, trains
@@ -143,7 +144,7 @@ class Finishing:
         self, episode: OpenEpisode, record: EpisodeRecord, write: Future[Any], warning: str
     ) -> FinishReply:
         """Once the finish is durable, let the episode go."""
-        await asyncio.wrap_future(write)
+        await until_durable(write)
         reply = FinishReply(
             episode_id=episode.episode_id,
             attempt=episode.attempt,

@@ -5,6 +5,7 @@ First come first served would hand a client that asks a thousand times nearly ev
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class Waiter:
     sources: Sources
     got: list[SlotTicket] = field(default_factory=list[SlotTicket])
     """Its own until :meth:`LeaseTurns.leave`."""
+    asked_at: int = -1
+    """The count of changes for which it had its turn."""
 
     @property
     def client(self) -> str:
@@ -62,25 +65,32 @@ class LeaseTurns:
         return waiter
 
     def serve(self, waiter: Waiter) -> None:
-        """Hand out what there is: to everybody where something has changed, else to this newcomer alone."""
+        """Hand out what there is: to everybody where something has changed, else to this newcomer alone.
+
+        All wake up when something changes, and thousands may wait: the first that comes serves the others, too.
+        """
         if self._served_at != self._changed.count:
             self._served_at = self._changed.count
             self._serve(list(self._waiters))
-        elif not waiter.got:
+            self._serve([w for w in self._waiters if not w.got])  # a label that found no task holds nobody up any more
+        elif waiter.asked_at != self._served_at:
             self._serve([waiter])
 
     def _serve(self, waiters: list[Waiter]) -> None:
         queues: dict[str, deque[Waiter]] = {}
         for waiter in waiters:
+            waiter.asked_at = self._served_at
             queues.setdefault(waiter.client, deque()).append(waiter)
+        heap = [(self._shares.place(client), number, client) for number, client in enumerate(queues)]
+        heapq.heapify(heap)
         in_vain: set[object] = set()
-        while queues:
-            client = self._shares.next(queues)
+        while heap:
+            _, number, client = heap[0]
             queue = queues[client]
             while queue and (queue[0].is_full or queue[0].wants in in_vain):
                 queue.popleft()
             if not queue or self._quota.room(client) < 1:
-                del queues[client]
+                heapq.heappop(heap)
                 continue
             ticket = self._take(queue[0].request, queue[0].sources)
             if ticket is None:
@@ -89,6 +99,7 @@ class LeaseTurns:
             queue[0].got.append(ticket)
             self._quota.add(client)
             self._shares.charge(client)
+            heapq.heapreplace(heap, (self._shares.place(client), number, client))
 
     def leave(self, waiter: Waiter) -> None:
         """The call ends."""

@@ -44,7 +44,7 @@ HEARTBEATS_AFTER_RESTART = 2
 """Clients beat more often than once in a period; those that live are back by then."""
 STRANGE_KEY = (
     "this API key belongs to no episode of this server; it has expired or is another server's."
-    " Begin an episode and use its `api_key`"
+    " Begin an episode and use its `api_key`; an application without episodes has a collect key"
 )
 
 
@@ -288,7 +288,9 @@ class EpisodeRegistry:
         """The attempt whose key a model call carries.  Raises AuthenticationError."""
         keys = (path_key,) if path_key else keys_in(headers)
         if not keys:
-            raise AuthenticationError("no API key: use the `api_key` that beginning the episode returned")
+            raise AuthenticationError(
+                "no API key: use the `api_key` that beginning the episode returned, or a collect key"
+            )
         for key in keys:
             episode = self._by_key.get(digest(key))
             if episode is not None:

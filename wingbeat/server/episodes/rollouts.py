@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wingbeat.core.config import Config
@@ -26,7 +26,7 @@ from wingbeat.core.errors import (
     UnavailableError,
 )
 from wingbeat.core.events import EventLog
-from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel, Lease, LeaseReply, LeaseRequest
+from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel, LeaseReply, LeaseRequest
 from wingbeat.core.types import OUTCOME_OF, Cause, Split, Task, Variant
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotTicket
@@ -40,8 +40,9 @@ from wingbeat.server.episodes.endings import Endings
 from wingbeat.server.episodes.evaluations import Evaluations
 from wingbeat.server.episodes.issuing import ASKED_S, AtWork, Issuer, Sources
 from wingbeat.server.episodes.lease_turns import LeaseTurns
+from wingbeat.server.episodes.leases import Leases, PendingLease
 from wingbeat.server.episodes.recovery import interrupt
-from wingbeat.server.episodes.registry import EpisodeRegistry, EpisodeState, OpenEpisode, new_episode_prefix, task_model
+from wingbeat.server.episodes.registry import EpisodeRegistry, EpisodeState, OpenEpisode, new_episode_prefix
 from wingbeat.server.keys.ring import digest
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
@@ -49,17 +50,6 @@ from wingbeat.server.policies.host import PolicyHost
 from wingbeat.server.signals import Changed
 from wingbeat.server.status import NO_TASKS
 from wingbeat.server.variants.variants import Variants
-
-
-@dataclass(slots=True)
-class PendingLease:
-    """A slot that was handed out and not begun yet."""
-
-    ticket: SlotTicket
-    expires: float
-    """Monotonic."""
-    caller: Caller = field(default_factory=Caller)
-    """Who leased it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +81,9 @@ class Rollouts:
 
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
-        self._leases: dict[str, PendingLease] = {}
+        self._leases = Leases(parts.limits.leases, lease_s=parts.config.server.lease_s, clock=parts.clock)
         self.begins = Begins(parts)
-        self._client_groups = ClientGroups()
+        self.client_groups = ClientGroups()
         self._group_numbers = itertools.count()
         self.issuer = Issuer(
             parts.dealer,
@@ -109,7 +99,13 @@ class Rollouts:
     # --- leases -------------------------------------------------------------------------------
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Up to ``max_leases`` slots; waits for the first at most ``wait_s``."""
+        """Up to ``max_leases`` slots; waits for the first at most ``wait_s``.
+
+        The same idempotency key again gets what is left of the answer that it had.
+        """
+        answered = self._leases.repeated(request.client_id, request.idempotency_key)
+        if answered:
+            return LeaseReply(leases=answered)
         deadline = self._parts.clock() + min(request.wait_s, self._parts.config.server.begin_wait_s)
         sources = None if request.sources is None else frozenset(request.sources)
         self.issuer.ask(sources)
@@ -138,7 +134,8 @@ class Rollouts:
                 self._turns.serve(waiter)
                 if waiter.got:
                     caller = Caller(request.client_id, request.code, request.label)
-                    leases = [self._lease(ticket, caller) for ticket in waiter.got]
+                    key = request.idempotency_key
+                    leases = [self._leases.add(ticket, caller, idempotency_key=key) for ticket in waiter.got]
                     waiter.got.clear()
                     return LeaseReply(leases=leases)
                 if self._parts.is_complete():
@@ -168,16 +165,14 @@ class Rollouts:
 
     def release(self, lease_ids: Iterable[str], *, client: str, leaver: Asker | None = None) -> int:
         """A client gives back leases of its own (all, of a process that leaves); returns how many it still held."""
-        own = [lease_id for lease_id in lease_ids if lease_id in self._leases]
+        own = [lease for lease_id in lease_ids if (lease := self._leases.get(lease_id)) is not None]
         if leaver is not None:
-            own += [k for k, lease in self._leases.items() if self._parts.variants.taker(lease.ticket) == leaver]
-        released = 0
-        for lease_id in dict.fromkeys(own):
-            if self._leases[lease_id].caller.client == client:
-                self._parts.limits.leases.give(client)
-                self._give_back(self._leases.pop(lease_id).ticket)
-                released += 1
-        return released
+            own += [lease for lease in self._leases if self._parts.variants.taker(lease.ticket) == leaver]
+        mine = {lease.id: lease for lease in own if lease.caller.client == client}
+        for lease in mine.values():
+            self._leases.pop(lease.id)
+            self._give_back(lease.ticket)
+        return len(mine)
 
     def _give_back(self, ticket: SlotTicket) -> None:
         """Nobody began under it."""
@@ -246,19 +241,6 @@ class Rollouts:
         group_id = f"{self._prefix}-{next(self._group_numbers)}"
         return GroupSpec(id=group_id, task=task, split=Split.TRAIN, size=size, policies=names, floor_version=floors)
 
-    def _lease(self, ticket: SlotTicket, caller: Caller) -> Lease:
-        lease_id, lease_s = f"lease-{secrets.token_hex(8)}", self._parts.config.server.lease_s
-        self._leases[lease_id] = PendingLease(ticket, self._parts.clock() + lease_s, caller)
-        group = ticket.group
-        return Lease(
-            lease_id=lease_id,
-            task=task_model(group),
-            group=GroupModel(id=group.id, size=group.size),
-            split=group.split,
-            policies=list(group.policies),
-            expires_s=lease_s,
-        )
-
     # --- begin --------------------------------------------------------------------------------
 
     async def begin(self, request: BeginRequest, *, base_url: str) -> BeginReply:
@@ -271,6 +253,7 @@ class Rollouts:
             raise RequestError("expected `lease_id` or `task`, got neither", param="task")
         if request.lease_id is None:
             self.begins.check_policies(request.policies or tuple(self._parts.policies), request.split)
+        self.begins.recollect(request.idempotency_key, body_digest)
         # whoever begins tentatively holds slots elsewhere, and must not hold them while it waits here
         patience = 0.0 if request.tentative_s is not None else self._parts.config.server.begin_wait_s
         deadline = self._parts.clock() + patience
@@ -303,7 +286,7 @@ class Rollouts:
     def _no_room(self, request: BeginRequest) -> str:
         """Why a task that its client brings cannot begin now.  Raises ConflictError where its group has closed."""
         declared = request.group
-        if declared is not None and self._client_groups.find(declared.id) is not None:
+        if declared is not None and self.client_groups.find(declared.id) is not None:
             return (
                 f"group {declared.id!r} has its {declared.size} members: begin with another group id,"
                 " or again if one of them fails"
@@ -314,10 +297,9 @@ class Rollouts:
         return f"no room for another episode now: {reasons or 'admission is full'}"
 
     def _redeem(self, request: BeginRequest) -> PendingLease:
-        lease = self._leases.pop(request.lease_id or "", None)
+        lease = self._leases.pop(request.lease_id or "")
         if lease is None:
             raise NotFoundError(f"lease {request.lease_id!r} has lapsed or was used; lease again", param="lease_id")
-        self._parts.limits.leases.give(lease.caller.client)
         if request.code and lease.caller.code and request.code != lease.caller.code:
             self._give_back(lease.ticket)
             got = Variant(request.label, request.code)
@@ -336,7 +318,7 @@ class Rollouts:
         assert request.task is not None
         declared = request.group
         task = Task(source=request.task.source, id=request.task.id, payload=request.task.payload)
-        own_id = self._client_groups.find(declared.id) if declared is not None else None
+        own_id = self.client_groups.find(declared.id) if declared is not None else None
         if declared is not None and own_id is not None:
             return self._join(declared, own_id, task, request)
         names = [name.partition("@")[0] for name in request.policies or ()]
@@ -344,7 +326,7 @@ class Rollouts:
             return None
         size = declared.size if declared is not None else 1
         spec = self._train_group(task, size=size, policies=names or None)
-        spec = replace(spec, id=self._client_groups.add(declared.id if declared is not None else "", suffix=spec.id))
+        spec = replace(spec, id=self.client_groups.add(declared.id if declared is not None else "", suffix=spec.id))
         if request.split is Split.EVAL:
             policies = tuple(request.policies or self._parts.policies)
             spec = GroupSpec(id=spec.id, task=task, split=Split.EVAL, size=size, policies=policies)
@@ -369,10 +351,7 @@ class Rollouts:
 
     def reap(self) -> None:
         """End leases that lapsed and attempts that fell silent: their slots reopen."""
-        now = self._parts.clock()
-        for lease_id in [k for k, lease in self._leases.items() if lease.expires < now]:
-            lease = self._leases.pop(lease_id)
-            self._parts.limits.leases.give(lease.caller.client)
+        for lease in self._leases.lapsed():
             self._parts.endings.note(lease.ticket.group.split, Cause.LEASE_EXPIRED)
             self._give_back(lease.ticket)
         self.begins.reap()
@@ -405,18 +384,13 @@ class Rollouts:
         self._parts.events.emit("episode_lost", episode_id=episode.episode_id, attempt=episode.attempt, cause=cause)
         self._parts.changed.notify()
 
-    def overdue(self) -> list[OpenEpisode]:
-        """Attempts that run longer than any may (``dataflow.episode_deadline_s``)."""
+    def overdue(self) -> Iterator[OpenEpisode]:
+        """Attempts that run longer than any may (``dataflow.episode_deadline_s``).
+
+        One after the other: ending one may close its group, and that ends others.
+        """
         limit = self._parts.config.dataflow.episode_deadline_s
-        if limit is None:
-            return []
-        horizon = self._parts.clock() - limit
-        return [e for e in self._parts.registry.open_episodes() if e.state is EpisodeState.OPEN and e.opened < horizon]
-
-    def restore_groups(self, group_ids: Iterable[str]) -> None:
-        """Groups that were open when the server stopped."""
-        self._client_groups.restore(group_ids)
-
-    def forget_groups(self, group_ids: set[str]) -> None:
-        """Groups that closed: their clients' names for them take no more members."""
-        self._client_groups.close(group_ids)
+        horizon = self._parts.clock() - (limit or math.inf)
+        for episode in self._parts.registry.open_episodes():
+            if episode.state is EpisodeState.OPEN and episode.opened < horizon:
+                yield episode

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from wingbeat.core.errors import SetupError
+from wingbeat.core.config.limits import LimitsConfig
+from wingbeat.core.errors import PayloadTooLarge, SetupError
 from wingbeat.core.files import write_atomically
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.task_sources import digest_of
@@ -28,6 +29,25 @@ def save_source(run_dir: Path, saved: SavedSource) -> None:
     path = _path(run_dir, saved.source, saved.split)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, msgspec.json.encode(msgspec.structs.replace(saved, digest=digest_of(saved.tasks))))
+
+
+def check_room(run_dir: Path, place: tuple[str, Split], size: int, *, limits: LimitsConfig) -> None:
+    """Refuse a source (of so many bytes) that would be one too many: whoever may bring some must not fill the memory.
+
+    ``place``: its name and split; what it replaces does not count.  Raises PayloadTooLarge.
+    """
+    own = _path(run_dir, *place)
+    others = [path.stat().st_size for path in own.parent.glob("*.json") if path != own]
+    if len(others) >= limits.task_sources:
+        raise PayloadTooLarge(
+            f"the run has {len(others)} task sources (limits.task_sources = {limits.task_sources}): an admin removes"
+            " some, or raises the limit"
+        )
+    if sum(others) + size > limits.task_bytes:
+        raise PayloadTooLarge(
+            f"all task sources together would have {sum(others) + size} bytes (limits.task_bytes ="
+            f" {limits.task_bytes}): an admin removes some, or raises the limit"
+        )
 
 
 def delete_source(run_dir: Path, source: str) -> None:

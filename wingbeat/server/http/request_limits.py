@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wingbeat.core.errors import AuthenticationError, WingbeatError
+from wingbeat.core.errors import AuthenticationError, PayloadTooLarge, WingbeatError
 from wingbeat.core.protocol import CLIENT_HEADER, MAX_NAME
 from wingbeat.server.control import Control
 from wingbeat.server.http.error_answers import error_headers, error_response
@@ -30,10 +30,11 @@ class BodyHold:
         self._held = 0
 
     def admit(self, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
-        """Count the request; where its body comes from then.  Raises LimitReached."""
+        """Count the request; where its body comes from then.  Raises LimitReached, PayloadTooLarge."""
         declared = headers.get(b"content-length", b"")
         if declared.isdigit():
             size = int(declared)
+            self._check_size(size)  # first: nobody pays for what is only announced
             self._limits.rate.spend(self._client, 1 + size // BODY_UNIT)
             if size > BODY_UNIT:
                 self._take(size)
@@ -47,12 +48,20 @@ class BodyHold:
         async def metered() -> Message:
             message = await receive()
             if message["type"] == "http.request":
-                self._take(len(message.get("body", b"")))
+                size = len(message.get("body", b""))
+                self._limits.rate.owe(self._client, size / BODY_UNIT)
+                self._take(size)
             return message
 
         return metered
 
+    def _check_size(self, size: int) -> None:
+        limit = self._limits.config.body_bytes
+        if size > limit:
+            raise PayloadTooLarge(f"the body has {size} bytes, more than limits.body_bytes = {limit}")
+
     def _take(self, size: int) -> None:
+        self._check_size(self._held + size)
         self._limits.bodies.take(self._client, size)
         self._held += size
 
@@ -99,5 +108,10 @@ class RequestLimits:
             client = self._keys.principal(wanted).client(name)
         except AuthenticationError:
             client = ""  # also slows down who guesses keys
-        address = scope.get("client")
-        return client or f"@{address[0] if address else ''}"
+        return client or nobody(scope)
+
+
+def nobody(scope: Scope) -> str:
+    """The account of requests that say nothing of their own: their address."""
+    address = scope.get("client")
+    return f"@{address[0] if address else ''}"

@@ -20,7 +20,7 @@ from wingbeat.core.protocol import (
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.task_sources import check_source
 from wingbeat.server.control import Control
-from wingbeat.server.episodes.sources import SavedSource, delete_source, save_source
+from wingbeat.server.episodes.sources import SavedSource, check_room, delete_source, save_source
 from wingbeat.server.http.bodies import body_schema, parse
 from wingbeat.server.http.requests import unless_gone
 from wingbeat.server.keys.principals import MAY_ADMINISTRATE, MAY_RUN_AGENTS
@@ -36,12 +36,15 @@ def task_routes(control: Control, keys: KeyRing) -> APIRouter:
     @router.put("/tasks/{source:path}", openapi_extra=body_schema(TaskSourceRequest))
     async def put_tasks(request: Request, source: str) -> TaskSourceReply:
         keys.require(request.headers, MAY_RUN_AGENTS)
-        wanted = parse(TaskSourceRequest, await request.body())
+        body = await request.body()
+        wanted = parse(TaskSourceRequest, body)
         tasks = [
             Task(t.source if "source" in t.model_fields_set else source, id=t.id, payload=t.payload)
             for t in wanted.tasks
         ]
         async with changing:
+            place = (source, wanted.split)
+            await asyncio.to_thread(check_room, control.run_dir, place, len(body), limits=control.config.limits)
             _add_source(control, source, wanted, tasks)
             saved = SavedSource(source=source, split=wanted.split, tasks=tuple(tasks))
             await asyncio.to_thread(save_source, control.run_dir, saved)

@@ -139,6 +139,18 @@ class KeyFile:
             return None
         return found.st_mtime_ns, found.st_ino, found.st_size
 
+    def check_present(self) -> None:
+        """Raises SetupError where keys were made once and their file is gone: without it the server might be open."""
+        if self._lock.exists() and not self.path.exists():
+            raise SetupError(
+                f"the key file {self.path} is gone: restore it from a copy; to begin without keys, remove {self._lock}"
+            )
+
+    @property
+    def _lock(self) -> Path:
+        """Stays once a key was made."""
+        return self.path.with_name(f".{self.path.name}.lock")
+
     def read(self) -> tuple[KeyRecord, ...]:
         """All keys, oldest first; none without a file.  Raises SetupError for a file that is none of ours."""
         try:
@@ -176,15 +188,20 @@ class KeyFile:
 
     def revoke(self, key_id: str) -> KeyRecord:
         """A key is refused from now on; twice is harmless.  Raises NotFoundError."""
+        if not self.path.exists():
+            raise self._unknown(key_id)
         with self._locked():
             keys = self.read()
             found = next((key for key in keys if key.id == key_id), None)
             if found is None:
-                raise NotFoundError(f"no key {key_id!r} in {self.path}; `wingbeat keys list` shows their ids")
+                raise self._unknown(key_id)
             if found.revoked is None:
                 found = found.model_copy(update={"revoked": self._now()})
                 self._write(tuple(found if key.id == key_id else key for key in keys))
         return found
+
+    def _unknown(self, key_id: str) -> NotFoundError:
+        return NotFoundError(f"no key {key_id!r} in {self.path}; `wingbeat keys list` shows their ids")
 
     def _write(self, keys: tuple[KeyRecord, ...]) -> None:
         write_atomically(self.path, _Contents(keys=keys).model_dump_json(indent=1).encode(), mode=OWNER_ONLY)
@@ -196,7 +213,7 @@ class KeyFile:
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_WRONLY | os.O_CREAT, OWNER_ONLY)
+            lock = os.open(self._lock, os.O_WRONLY | os.O_CREAT, OWNER_ONLY)
         except OSError as error:
             raise SetupError(f"cannot write the key file {self.path}: {error}") from error
         try:

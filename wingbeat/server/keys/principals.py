@@ -11,9 +11,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+KEY_ID = re.compile(r"key-[0-9a-f]{12}")
 
 
 class Role(StrEnum):
@@ -42,8 +45,13 @@ class Principal:
     """Role ``collect``: the policies that it may call; () means all."""
 
     def client(self, client_id: str) -> str:
-        """Whose quota a request counts against: a key's own, where it is one of several, else the client's word."""
-        return self.key_id or client_id
+        """Whose quota a request counts against: a key's own, where it is one of several, else the client's word.
+
+        A word that looks like the id of a key is no such id: nobody may use another's quota up.
+        """
+        if self.key_id:
+            return self.key_id
+        return f"~{client_id}" if KEY_ID.fullmatch(client_id) else client_id
 
 
 MAY_ADMINISTRATE = frozenset({Role.ADMIN})

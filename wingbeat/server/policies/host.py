@@ -303,8 +303,9 @@ class PolicyHost:
 
     def _recall(self) -> None:
         """What operators may replay follows from the surviving batches."""
-        first = self.version - self.rule.gate.max_staleness
-        self.chain.recall(self.context.ledger.batches_after(self.name, first))
+        first, ledger = self.version - self.rule.gate.max_staleness, self.context.ledger
+        batches = ledger.batches_after(self.name, first)
+        self.chain.recall(batches, erased=ledger.erased_after(self.name, first))
         self.chain.on_version(self.version)
 
     # --- versions -----------------------------------------------------------------------------

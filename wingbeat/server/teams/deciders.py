@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from wingbeat.core.protocol import TransactionReply
+from wingbeat.core.tls import client_context
 from wingbeat.server.teams.transactions import TransactionState
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,20 @@ class Deciders:
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, decider: str, transaction_id: str, presume: bool) -> TransactionState | None:
-        """What ``decider`` says; None where it is away or its answer is none."""
+        """What ``decider`` says; None where it is away or its answer is none.
+
+        Raises SetupError where ``WINGBEAT_CA_FILE`` names no certificates.
+        """
         if decider not in self._peers:
             return None
         if self._session is None:
+            # as for all clients, WINGBEAT_CA_FILE says who vouches for a peer
+            tls = client_context() if any(peer.startswith("https:") for peer in self._peers) else True
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+                connector=aiohttp.TCPConnector(ssl=tls),
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
             )
         url = f"{decider}/api/transactions/{transaction_id}"
         parameters: dict[str, Any] = {"presume": "abort"} if presume else {}

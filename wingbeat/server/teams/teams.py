@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from wingbeat.core.addresses import server_address
-from wingbeat.core.errors import RequestError, WingbeatError
+from wingbeat.core.errors import OverloadedError, RequestError, WingbeatError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import FinishReply, FinishRequest, TransactionReply
 from wingbeat.core.types import Outcome, Split
@@ -23,6 +22,7 @@ from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.ledger_views import InDoubt
 from wingbeat.dataflow.records import EpisodeRecord, finish_digest
+from wingbeat.server.episodes.durable import until_durable
 from wingbeat.server.episodes.finish_records import credit_of
 from wingbeat.server.episodes.finishing import Finishing, cancel_calls
 from wingbeat.server.episodes.registry import EpisodeRegistry, EpisodeState, OpenEpisode
@@ -92,7 +92,7 @@ class Teams:
     def __init__(self, parts: TeamParts) -> None:
         self._parts = parts
         self._open: dict[str, Transaction] = {}
-        self._presumed: OrderedDict[str, None] = OrderedDict()
+        self._presumed: set[str] = set()
         """Unknown here, and told a peer to be aborted."""
 
     # --- phase 1 ------------------------------------------------------------------------------
@@ -217,9 +217,7 @@ class Teams:
         if transaction is None:
             state = self._state(transaction_id)
             if state is TransactionState.UNKNOWN and presume:
-                self._presumed[transaction_id] = None
-                if len(self._presumed) > REMEMBERED:
-                    self._presumed.popitem(last=False)
+                self._presume(transaction_id)
                 state = TransactionState.ABORTED
             return TransactionReply(transaction_id=transaction_id, state=state)
         if presume and not transaction.decider:
@@ -228,6 +226,19 @@ class Teams:
             )
             return await self.decide(transaction_id, commit=False)
         return self._in_doubt(transaction)
+
+    def _presume(self, transaction_id: str) -> None:
+        """Nothing of it will be committed here.  Raises OverloadedError rather than forget what was said before.
+
+        In memory only: who prepares at the server that decides first, as clients must, has left it no such question.
+        """
+        if len(self._presumed) >= REMEMBERED and transaction_id not in self._presumed:
+            raise OverloadedError(
+                f"asked about {REMEMBERED} transactions that were never prepared here: no more are presumed aborted"
+                " before a restart",
+                retry_after_s=60.0,
+            )
+        self._presumed.add(transaction_id)
 
     def in_doubt(self) -> list[TransactionReply]:
         """All that wait for a decision, the oldest first."""
@@ -275,7 +286,7 @@ class Teams:
     async def _settled(
         self, transaction: Transaction, write: Future[Any], finishes: Sequence[asyncio.Task[FinishReply]]
     ) -> TransactionReply:
-        await asyncio.wrap_future(write)
+        await until_durable(write)
         replies = await asyncio.gather(*finishes)
         self._open.pop(transaction.id)
         self._parts.metrics.transactions.labels(transaction.state).inc()
@@ -355,7 +366,7 @@ class Teams:
 
 async def _prepared(episode: OpenEpisode, record: EpisodeRecord, write: Future[bool]) -> FinishReply:
     """Once the prepared finish is durable; the transaction may be decided by then."""
-    await asyncio.wrap_future(write)
+    await until_durable(write)
     return FinishReply(
         episode_id=episode.episode_id,
         attempt=episode.attempt,

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from wingbeat.core.config import Config
+from wingbeat.core.errors import SetupError
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import write_atomically
 from wingbeat.core.protocol import LeaseRequest
@@ -71,11 +72,19 @@ class Variants:
         """Who leased an attempt."""
 
     def _restored(self) -> dict[str, float]:
-        """What was set while the run went on stays in force, unless the configuration has changed since."""
+        """What was set while the run went on stays in force, unless the configuration has changed since.
+
+        Raises SetupError where it cannot be read.
+        """
         path = self._parts.run_dir / WEIGHTS_FILE
         if not path.is_file():
             return dict(self._configured)
-        saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
+        except msgspec.MsgspecError as error:
+            raise SetupError(
+                f"the weights of agent versions in {path} are damaged ({error}): delete the file, and set them anew"
+            ) from error
         return dict(saved.weights if saved.configured == self._configured else self._configured)
 
     def save(self) -> None:
@@ -163,6 +172,10 @@ class Variants:
             return
         replaced = functools.cache(self._is_replaced)  # many groups, few versions and sources
         for group, _ in self._parts.book.progress():
+            if self._parts.book.is_recalled(group.id):  # by now an attempt that ran then may have been lost
+                if self._parts.book.recall(group.id):
+                    self._parts.changed.notify()
+                continue
             owner = self._parts.book.owner(group.id)
             if owner is None or is_client_group(group.id) or not replaced(owner, group.task.source):
                 continue

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 SILENT_HEARTBEATS = 3
 AUTH_FAILED = 4401
+INVALID_DATA = 1007
+POLICY_VIOLATION = 1008
+UNEXPECTED = 1011
 
 
 class WorkerSession(Protocol):
@@ -60,10 +63,14 @@ class WorkerHub:
             await socket.close(AUTH_FAILED, "this endpoint needs the worker key")
             return
         self._sockets.add(socket)
+        has_ended = False
         try:
             await self._admitted(socket)
+            has_ended = True
         finally:
             self._sockets.discard(socket)
+            if not has_ended:  # a message that control cannot take: the worker has to know that nobody listens
+                await _close(socket, UNEXPECTED, "an unexpected error in control")
 
     async def drop_unwelcome(self) -> None:
         """Close the links whose key was revoked or has expired."""
@@ -71,22 +78,25 @@ class WorkerHub:
             if not self._keys.is_worker(socket.headers):
                 self._sockets.discard(socket)
                 logger.warning("a worker's key is no longer good; closing its link")
-                with contextlib.suppress(RuntimeError):  # it is closing by itself
-                    await socket.close(AUTH_FAILED, "the worker key is no longer good")
+                await _close(socket, AUTH_FAILED, "the worker key is no longer good")
 
     async def _admitted(self, socket: WebSocket) -> None:
         await socket.accept()
         outbox = Outbox()
         try:
             register = await self._first(socket)
-        except (WebSocketDisconnect, TimeoutError, msgspec.DecodeError, ValueError, KeyError) as error:
-            logger.warning("a worker left before it registered: %s", error)
+        except WebSocketDisconnect:
+            logger.warning("a worker left before it registered")
+            return
+        except (TimeoutError, msgspec.DecodeError, ValueError) as error:
+            logger.warning("a worker did not register: %s", error or "nothing came in time")
+            await _close(socket, POLICY_VIOLATION, "expected one register message")
             return
         answer, session = self._answer(register, outbox)
         if session is None:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
                 await socket.send_bytes(encode_frame([answer]))
-                await socket.close()
+            await _close(socket)
             return
         try:
             await self._converse(socket, session, answer, outbox)
@@ -120,7 +130,7 @@ class WorkerHub:
 
     async def _first(self, socket: WebSocket) -> Register:
         async with asyncio.timeout(self._silence_s):
-            (message,) = decode_from_worker(await socket.receive_bytes())
+            (message,) = decode_from_worker(await _frame(socket))
         if not isinstance(message, Register):
             raise msgspec.ValidationError(f"expected register, got {type(message).__name__}")
         return message
@@ -130,19 +140,18 @@ class WorkerHub:
         try:
             async with asyncio.timeout(self._silence_s) as silence:
                 while True:
-                    frame = await socket.receive_bytes()
+                    frame = await _frame(socket)
                     silence.reschedule(clock() + self._silence_s)
                     for message in decode_from_worker(frame):
                         session.receive(message)
         except TimeoutError:
             logger.warning("a worker was silent for %.0f s; closing its link", self._silence_s)
-            with contextlib.suppress(RuntimeError):
-                await socket.close()
-        except (WebSocketDisconnect, RuntimeError):
+            await _close(socket)
+        except WebSocketDisconnect:
             return
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except msgspec.DecodeError as error:  # also where the message is another than was expected
             logger.error("a worker sent a frame that cannot be understood: %s", error)
-            await socket.close(1007)
+            await _close(socket, INVALID_DATA, "a frame that cannot be understood")
 
     def shutdown(self, reason: str) -> None:
         """Ask every worker to end."""
@@ -155,6 +164,22 @@ class WorkerHub:
             async with asyncio.timeout(deadline_s):
                 for outbox in tuple(self._outboxes):
                     await outbox.empty.wait()
+
+
+async def _frame(socket: WebSocket) -> bytes:
+    """The next frame.  Raises WebSocketDisconnect, msgspec.DecodeError where it is text."""
+    message = await socket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message["code"], message.get("reason"))
+    frame = message.get("bytes")
+    if frame is None:
+        raise msgspec.DecodeError("a frame of text; workers send binary ones")
+    return frame
+
+
+async def _close(socket: WebSocket, code: int = 1000, reason: str = "") -> None:
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it is closing by itself
+        await socket.close(code, reason)
 
 
 class Outbox:

@@ -65,13 +65,13 @@ class EngineSession:
                     host.release_unused()
                 self._parts.changed.notify()
             case Heartbeat(stats=stats):
-                self._link.stats = stats
+                self._link.stats = {name: stats[name] for name in self._parts.policies if name in stats}
             case Failed(policy=policy, command=command, error=error):
                 self._parts.events.emit("engine_failed", policy=policy, command=command, error=error)
                 self._link.failures[policy] = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
                 self._parts.changed.notify()
             case _:
-                logger.error("engine %s sent %s, which engines do not send", self._link.worker_id, message)
+                logger.error("engine %s sent %.200s, which engines do not send", self._link.worker_id, message)
 
     def closed(self) -> None:
         if not self._parts.is_stopping():
@@ -111,7 +111,7 @@ class TrainerSession:
             case Heartbeat():
                 return
             case _:
-                logger.error("the trainer of %s sent %s, which trainers do not send", self._host.name, message)
+                logger.error("the trainer of %s sent %.200s, which trainers do not send", self._host.name, message)
 
     def closed(self) -> None:
         self._host.trainer.left(self._send, expected=self._is_stopping())
