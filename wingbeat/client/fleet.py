@@ -23,10 +23,9 @@ from typing import Any
 
 from wingbeat.client.code import code_on_disk, split_agent
 from wingbeat.client.plans import RolloutPlan
-from wingbeat.client.processes import SIGNALS
 from wingbeat.client.runner_stats import RunnerStats
 from wingbeat.client.watch import FileWatch
-from wingbeat.client.worker_process import Failure, WorkerProcess
+from wingbeat.client.worker_process import SIGNALS, Failure, WorkerProcess
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.types import CODE_SHOWN
 

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -24,13 +23,12 @@ from wingbeat.client.deadlines import LEAVING_S
 from wingbeat.client.plans import RolloutPlan, connect
 from wingbeat.client.runner import Runner
 from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
+from wingbeat.client.worker_process import SIGNALS
 from wingbeat.core.errors import SetupError
 
 logger = logging.getLogger("wingbeat.client")
 
 T = TypeVar("T")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_rollouts(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:

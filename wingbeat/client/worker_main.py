@@ -28,9 +28,10 @@ import orjson
 from wingbeat.client.agents import Agent, load_agent
 from wingbeat.client.code import loaded_code, split_agent
 from wingbeat.client.plans import RolloutPlan, connect, load_plan
-from wingbeat.client.processes import SIGNALS, run_async, set_up_logging
+from wingbeat.client.processes import run_async, set_up_logging
 from wingbeat.client.runner import Runner
 from wingbeat.client.user_code import missing_files
+from wingbeat.client.worker_process import SIGNALS
 from wingbeat.core.errors import SetupError, WingbeatError
 
 FAILED_EXIT = 1

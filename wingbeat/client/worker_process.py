@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from wingbeat.client.worker_main import main; main()"
 )
 """A child imports from where its parent does, whatever started that."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Ask a command that runs agents to end."""
 _LINE_BYTES = 2**24
 _EXIT_S = 5.0
 """A process that has said its last word and does not end (threads of some library) is killed after this."""

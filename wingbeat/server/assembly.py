@@ -11,7 +11,8 @@ from wingbeat.dataflow.operators import VarianceRule, build_chain
 from wingbeat.dataflow.step_rule import StepRule
 from wingbeat.server.director import Director, DirectorParts
 from wingbeat.server.episodes.finishing import Finishing, FinishingParts
-from wingbeat.server.episodes.rollouts import RolloutParts, Rollouts
+from wingbeat.server.episodes.rollout_parts import RolloutParts
+from wingbeat.server.episodes.rollouts import Rollouts
 from wingbeat.server.policies.host import HostContext, PolicyHost
 from wingbeat.server.status import blockers
 from wingbeat.server.teams.teams import TeamParts, Teams

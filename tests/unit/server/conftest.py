@@ -50,7 +50,8 @@ from wingbeat.server.episodes.evaluations import EvaluationParts, Evaluations
 from wingbeat.server.episodes.finishing import Finishing, FinishingParts
 from wingbeat.server.episodes.recovery import dump_noted_turn
 from wingbeat.server.episodes.registry import EpisodeRegistry, OpenEpisode
-from wingbeat.server.episodes.rollouts import RolloutParts, Rollouts
+from wingbeat.server.episodes.rollout_parts import RolloutParts
+from wingbeat.server.episodes.rollouts import Rollouts
 from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics

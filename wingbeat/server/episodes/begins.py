@@ -42,7 +42,7 @@ from wingbeat.server.keys.ring import digest, new_episode_key
 from wingbeat.tracking.graph import EpisodeGraph
 
 if TYPE_CHECKING:
-    from wingbeat.server.episodes.rollouts import RolloutParts
+    from wingbeat.server.episodes.rollout_parts import RolloutParts
 
 REMEMBERED = 20_000
 GOES_ON = frozenset({EpisodeState.OPEN, EpisodeState.LOST, EpisodeState.PREPARED})

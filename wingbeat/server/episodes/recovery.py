@@ -43,7 +43,7 @@ from wingbeat.tracking.turns import PromptPlan, Turn
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
-    from wingbeat.server.episodes.rollouts import RolloutParts
+    from wingbeat.server.episodes.rollout_parts import RolloutParts
     from wingbeat.server.policies.host import PolicyHost
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,9 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from wingbeat.core.config import Config
 from wingbeat.core.errors import (
     ConflictError,
     NotFoundError,
@@ -25,55 +22,22 @@ from wingbeat.core.errors import (
     RequestError,
     UnavailableError,
 )
-from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import BeginReply, BeginRequest, GroupModel, LeaseReply, LeaseRequest
 from wingbeat.core.types import OUTCOME_OF, Cause, Split, Task, Variant
-from wingbeat.dataflow.dealer import TaskDealer
-from wingbeat.dataflow.groups import GroupBook, ReleaseReason, SlotTicket
-from wingbeat.dataflow.ledger import Ledger
+from wingbeat.dataflow.groups import ReleaseReason, SlotTicket
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.dataflow.variants import Asker
 from wingbeat.server.episodes.begins import Begins, Caller
 from wingbeat.server.episodes.client_groups import ClientGroups, is_client_group
-from wingbeat.server.episodes.endings import Endings
-from wingbeat.server.episodes.evaluations import Evaluations
 from wingbeat.server.episodes.issuing import ASKED_S, AtWork, Issuer, Sources
 from wingbeat.server.episodes.lease_turns import LeaseTurns
 from wingbeat.server.episodes.leases import Leases, PendingLease
 from wingbeat.server.episodes.recovery import interrupt
-from wingbeat.server.episodes.registry import EpisodeRegistry, EpisodeState, OpenEpisode, new_episode_prefix
+from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode, new_episode_prefix
+from wingbeat.server.episodes.rollout_parts import RolloutParts
 from wingbeat.server.keys.ring import digest
-from wingbeat.server.limits import Limits
-from wingbeat.server.metrics import ControlMetrics
-from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 from wingbeat.server.status import NO_TASKS
-from wingbeat.server.variants.variants import Variants
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutParts:
-    """What handing out work needs."""
-
-    config: Config
-    policies: dict[str, PolicyHost]
-    book: GroupBook
-    dealer: TaskDealer
-    ledger: Ledger
-    registry: EpisodeRegistry
-    evaluations: Evaluations
-    events: EventLog
-    metrics: ControlMetrics
-    changed: Changed
-    watch: Callable[[Future[Any]], None]
-    is_complete: Callable[[], bool]
-    is_stopping: Callable[[], bool]
-    blockers: Callable[[], list[str]]
-    clock: Callable[[], float]
-    limits: Limits
-    endings: Endings
-    variants: Variants
 
 
 class Rollouts:
