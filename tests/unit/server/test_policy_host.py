@@ -228,21 +228,22 @@ def test_no_more_groups_than_the_remaining_steps_need(open_course: Callable[...,
 async def test_a_step_waits_for_the_oldest_group_and_then_no_longer(
     open_course: Callable[..., Course], clock: Any
 ) -> None:
-    course = open_course(groups_per_step=1, max_staleness=0, straggler_wait_s=5.0)
+    course = open_course(groups_per_step=1, max_staleness=1, straggler_wait_s=5.0)
+    course.host.restore(version=1)
     trainer = course.trainer()
-    straggler = GroupSpec("old", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
-    course.desk.book.open_group(straggler)
-    course.desk.book.open_group(
-        GroupSpec("other", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": -1})
-    )  # over age already: not waited for
-    course.group("a", floor=0)
+    for name, floor in (("old", 0), ("other", -1)):  # the other is over age already: not waited for
+        spec = GroupSpec(name, Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": floor})
+        course.desk.book.open_group(spec)
+    course.group("a", floor=1)
     run = asyncio.create_task(course.host.run(course.after_step))
-    trainer.join()
+    trainer.join(1)
     await asyncio.sleep(0)
     course.desk.changed.notify()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.wrap_future(course.desk.ledger.save_dealer_state({}))  # after a batch, had one been logged
+    await asyncio.sleep(0)
     assert trainer.steps == []
+    assert not course.host.loop.in_step
     clock.now += 5.0
     course.desk.changed.notify()
     await course.until(lambda: trainer.steps)
