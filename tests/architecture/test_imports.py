@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "wingbeat"
 

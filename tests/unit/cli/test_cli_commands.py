@@ -25,6 +25,8 @@ from wingbeat.deploy.training import TrainingResult
 from wingbeat.environments import load_tasks_file
 from wingbeat.environments.calculator import DEMO_PRESET
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 MINIMAL = '[policies.solver]\nmodel = "builtin:calculator"\n'
 
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from wingbeat.cli.main import app
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:

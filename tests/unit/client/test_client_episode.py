@@ -25,6 +25,8 @@ from wingbeat.core.ports import EpisodeSession
 from wingbeat.core.protocol import EvaluationRequest, Lease
 from wingbeat.core.types import Group, Outcome, Split, Task
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 TASK = Task("arithmetic", "1", {"question": "1+1", "hint": None})
 BEGIN = "POST /api/episodes"
 FINISH = "POST /api/episodes/{id}/finish"

@@ -20,6 +20,8 @@ from wingbeat.client.runner import HOPELESS_FAILURES
 from wingbeat.client.worker_process import WorkerProcess
 from wingbeat.core.errors import SetupError, WingbeatError
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 AGENT = """
 import asyncio, os
 import wingbeat

@@ -16,6 +16,8 @@ from wingbeat.core.errors import UnsupportedProtocol
 from wingbeat.core.protocol import PROTOCOL_HEADER
 from wingbeat.core.types import Task
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 TASK = Task("test", "1", {})
 SUPERSEDED = {"error": {"message": "the attempt is superseded", "type": "t", "code": "episode_closed"}}
 

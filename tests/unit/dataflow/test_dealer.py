@@ -15,6 +15,8 @@ from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.types import Split, Task
 from wingbeat.dataflow.dealer import MAX_REFUNDS, TaskDealer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 
 def tasks(source: str, count: int) -> list[Task]:
     return [Task(source, str(i)) for i in range(count)]

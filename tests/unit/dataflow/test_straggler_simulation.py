@@ -15,6 +15,8 @@ from wingbeat.dataflow.records import DropReason
 from wingbeat.dataflow.staleness import StalenessGate
 from wingbeat.dataflow.step_rule import StepRule
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 WAIT, MASK, DROP = ("wait", math.inf), ("mask", 60.0), ("drop", 60.0)
 
 

@@ -21,6 +21,8 @@ from wingbeat.core.support import decode_support
 from wingbeat.core.types import FinishReason
 from wingbeat.engines.embedded import GrammarCompiler
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 STOPS = ("<|end|>", "<|eot|>")
 PIECES = ('{"', '":', '", "', '"}', "}}", "true", "abc")
 PADDED = 320

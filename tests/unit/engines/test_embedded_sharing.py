@@ -11,6 +11,8 @@ from wingbeat.core.errors import ConfigError, ConflictError, ModelSourceError
 from wingbeat.core.types import FinishReason
 from wingbeat.engines.embedded import EmbeddedEngine, EngineOptions
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 
 def test_a_group_submitted_at_once_prefills_its_prompt_once(harness: Any) -> None:
     model = harness.make_model()

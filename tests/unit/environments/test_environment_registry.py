@@ -17,6 +17,8 @@ from wingbeat.core.types import Task
 from wingbeat.environments import environment_names, make_environment
 from wingbeat.environments.reasoning_gym import ANSWER_PATTERNS, REFUSED
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 SMALL = {"size": 8, "eval_size": 4}
 
 

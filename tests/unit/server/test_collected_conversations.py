@@ -29,6 +29,8 @@ from wingbeat.tracking.messages import Message, ToolCall
 from wingbeat.tracking.prefix_digests import PrefixWalk
 from wingbeat.tracking.serialize import load_graph
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 SHOP, QUIET, SILENT = "wb-collect-shop", "wb-collect-quiet", "wb-collect-silent"
 ADMIN = "wb-admin-key"
 KEYS = {

@@ -23,6 +23,8 @@ from wingbeat.server.calls.dialects.responses import parse as responses
 from wingbeat.server.calls.model_call import ChatPrompt, Choice, ModelCall, Prepared, TextPrompt
 from wingbeat.tracking.messages import Message
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 WORDS = [
     *("user", "assistant", "system", "developer", "tool", "text", "input_text", "output_text", "message", "auto"),
     *("none", "any", "required", "function", "custom", "tool_use", "tool_result", "thinking", "redacted_thinking"),

@@ -22,6 +22,8 @@ from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.server.keys.ring import digest
 from wingbeat.tracking.graph import EpisodeGraph
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 KEY = "wb-ep-key"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

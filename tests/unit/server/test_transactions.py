@@ -27,6 +27,8 @@ from wingbeat.server.teams.transactions import (
     next_move,
 )
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 UNKNOWN, PREPARED = TransactionState.UNKNOWN, TransactionState.PREPARED
 COMMITTED, ABORTED = TransactionState.COMMITTED, TransactionState.ABORTED
 DECIDER = 0

@@ -23,6 +23,8 @@ from wingbeat.tracking import ChatTemplate, Message, Reply, ToolCall, ToolFormat
 from wingbeat.tracking.grammar import build_grammar, grammar_fault
 from wingbeat.tracking.grammar_families import FAMILIES
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 NAMES = ["chatml", "thinking", "qwen25", "qwen3", "llama3", "mistral", "deepseek", "gptoss", "gemma"]
 LIMIT = 300
 """Tokens after which a reply is cut off."""

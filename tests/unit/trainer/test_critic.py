@@ -23,6 +23,8 @@ from wingbeat.trainer.critic import Critic, value_loss
 from wingbeat.trainer.rows import Row, build_rows
 from wingbeat.trainer.single import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 MakeTrainer = Callable[..., PolicyTrainer]
 MakeBatch = Callable[..., TrainingBatch]
 MakeEpisode = Callable[..., EpisodeSamples]

@@ -41,6 +41,8 @@ from wingbeat.trainer.rows import Row
 from wingbeat.trainer.token_batch import TokenBatch
 from wingbeat.trainer.tree_plan import Ints, TreePlan
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 VOCAB = 24
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

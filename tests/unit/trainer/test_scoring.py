@@ -23,6 +23,8 @@ from wingbeat.trainer.rows import build_rows
 from wingbeat.trainer.scores import PerRow, Scores
 from wingbeat.trainer.single import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 MakeTrainer = Callable[..., PolicyTrainer]
 MakeBatch = Callable[..., TrainingBatch]
 ModelFolder = Callable[..., Path]

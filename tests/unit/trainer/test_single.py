@@ -17,6 +17,8 @@ from wingbeat.core.errors import ConflictError, RequestError, SetupError
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.trainer.single import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 QUICK: tuple[Algorithm, ...] = ("grpo", "gspo", "ppo", "m2po")
 """In the unit part: the default, one with a ratio per turn, one with a critic, one with a mask over the update."""

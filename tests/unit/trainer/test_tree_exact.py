@@ -31,6 +31,8 @@ from wingbeat.trainer.tree_scorer import TreeScorer
 from wingbeat.trainer.update import GradientPass, PassResult
 from wingbeat.trainer.updates import Totals, Update, token_weight
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 BACKENDS = ["mask", "nodes", "auto", "depth_first"]
 SLOW = pytest.mark.slow

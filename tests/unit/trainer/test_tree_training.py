@@ -16,6 +16,8 @@ from wingbeat.core.config.trainer import Algorithm, LoraConfig
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample, TurnCredit
 from wingbeat.trainer.single import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 MakeTrainer = Callable[..., PolicyTrainer]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 QUICK: tuple[Algorithm, ...] = ("grpo", "gspo", "ppo")

@@ -29,6 +29,8 @@ from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptio
 from wingbeat.trainer.models import load_model
 from wingbeat.trainer.single import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
+
 VOCABULARY = 64
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 """The tokenizer's vocabulary, before the token that ends a text; the rest of the model's is padding."""
