@@ -9,9 +9,8 @@ its alarm as it was. The windows of the first steps begin anew with each process
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -176,11 +175,16 @@ class _Trend:
 
     @property
     def early(self) -> float:
-        return statistics.fmean(self._first)
+        return _mean(self._first)
 
     @property
     def late(self) -> float:
-        return statistics.fmean(self._last)
+        return _mean(self._last)
+
+
+def _mean(values: Collection[float]) -> float:
+    """NaN where infinities of both signs meet: ``statistics.fmean`` raises there."""
+    return sum(values) / len(values)
 
 
 class _Entropy:

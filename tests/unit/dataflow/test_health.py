@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wingbeat.core.config import HealthConfig
@@ -107,6 +107,7 @@ def test_stop_is_reported_with_its_reason_and_off_does_not_look() -> None:
     assert "tokens" not in off.names
 
 
+@example([{"entropy": value, "reward/mean": 0.0} for value in (float("inf"), float("-inf"), 0.0, 0.0)])
 @given(st.lists(st.dictionaries(st.sampled_from(sorted(FINE)), st.floats(width=32), max_size=9), max_size=60))
 def test_begin_and_end_alternate_for_any_metrics(history: list[dict[str, float]]) -> None:
     watch = monitor(entropy={"window": 2}, hacking={"window": 2})
