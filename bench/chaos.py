@@ -12,8 +12,6 @@ import asyncio
 import json
 import logging
 import math
-import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -28,6 +26,7 @@ from bench.chaos_plan import Kind, count_kills, count_kinds, make_plan
 from bench.chaos_run import ChaosRun, Stage, perform
 from bench.chaos_work import DESCRIPTION as WORK
 from bench.chaos_work import SOURCES, make_tasks
+from bench.machine import describe_machine
 from wingbeat.dataflow.audit import audit_run
 
 CALM_SHARE = 0.2
@@ -161,11 +160,7 @@ def main() -> None:
         "seed": arguments.seed,
         "minutes": minutes,
         "elapsed_s": round(time.monotonic() - started, 1),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load_average": os.getloadavg(),
-            "python": platform.python_version(),
-        },
+        "machine": describe_machine(),
     }
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.exit(0 if all(summary["bars"].values()) else 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,23 @@ GIVE_UP_S = 60.0
 RETRY_S = 0.25
 RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
 
-_sessions: dict[int, aiohttp.ClientSession] = {}
-_log = -1
 
-
+@cache
 def _session() -> aiohttp.ClientSession:
     """One pool of connections; each process has one loop."""
-    if not _sessions:
-        _sessions[0] = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
-    return _sessions[0]
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
+
+
+@cache
+def _log() -> int:
+    """The file of this process."""
+    path = Path(os.environ[ACKS_VARIABLE]) / f"{os.getpid()}-{time.time_ns()}.acks"
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def note_acknowledged(episode: wingbeat.Episode) -> None:
     """One whole line per acknowledged finish, handed to the system before anything else happens."""
-    global _log
-    if _log < 0:
-        path = Path(os.environ[ACKS_VARIABLE]) / f"{os.getpid()}-{time.time_ns()}.acks"
-        _log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(_log, f"{time.time():.3f} {episode.id} {episode.attempt}\n".encode())
+    os.write(_log(), f"{time.time():.3f} {episode.id} {episode.attempt}\n".encode())
 
 
 async def ask(episode: wingbeat.Episode, messages: list[dict[str, Any]]) -> str:

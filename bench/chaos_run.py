@@ -15,11 +15,11 @@ import json
 import logging
 import os
 import secrets
-import socket
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from bench.chaos_plan import CLIENTS, CLIENTS_PROXY, ENGINE_PROXY, ENGINES, Faul
 from bench.chaos_processes import MARK_VARIABLE, ServerProcess, marked_processes, name_of
 from bench.chaos_proxy import ChaosProxy
 from bench.chaos_work import AGENT, CONCURRENCY, chaos_config, sources_of, write_work
+from bench.machine import free_port
 from wingbeat.deploy.children import Child, ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -105,14 +106,6 @@ class EventTail:
             self._run.steps_s.append(time.monotonic())
         if event["event"] == "replayed" and not event["exact"]:
             self._run.inexact_replays += 1
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], Awaitable[bool]], *, what: str, within_s: float) -> None:
@@ -244,7 +237,7 @@ async def on_stage(stage: Stage, config: Path) -> AsyncIterator[dict[str, ChaosP
 
 
 @contextmanager
-def no_survivors(run: ChaosRun) -> Any:
+def no_survivors(run: ChaosRun) -> Iterator[None]:
     """Count the processes that outlive the run, then end them."""
     try:
         yield
@@ -252,7 +245,7 @@ def no_survivors(run: ChaosRun) -> Any:
         run.orphans = marked_processes(run.mark)
         for pid in run.orphans:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
 
 
 async def perform(stage: Stage, plan: Sequence[Fault], *, calm_s: float, keep: Callable[[Path], None]) -> ChaosRun:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
+
+from bench.machine import describe_machine
 
 OURS = "embedded"
 THEIRS = ("generate", "generate_batch")
@@ -214,7 +215,7 @@ def report(results: Results, *, given_up: list[str], quick: bool, elapsed_s: flo
         "given_up": given_up,
         "quick": quick,
         "elapsed_s": round(elapsed_s, 1),
-        "machine": {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()},
+        "machine": describe_machine(),
     }
 
 

@@ -21,8 +21,9 @@ import uvloop
 
 from bench.conversations import LATER_TURNS, Conversation
 from bench.gateway_report import WARM_UP, Cell, Figures, report
-from bench.gateway_targets import Session, Target, cpu_seconds, litellm_target, our_targets
+from bench.gateway_targets import Session, Target, litellm_target, our_targets
 from bench.http_load import Answer, Connection, http_request
+from bench.machine import cpu_seconds
 
 CONVERSATIONS = {4: 8, 400: 2}
 """How many different conversations there are, by size in KB."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from bench.machine import describe_machine
 
 P50_BAR_MS, P99_BAR_MS, RATIO_BAR = 1.0, 5.0, 5.0
 WARM_UP = -1
@@ -112,7 +112,7 @@ def report(results: Results, first_turns: FirstTurns, *, quick: bool, elapsed_s:
             },
             "quick": quick,
             "elapsed_s": elapsed_s,
-            "machine": {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()},
+            "machine": describe_machine(),
         }
     )
 

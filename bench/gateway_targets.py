@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Protocol
 
 from bench.conversations import MODEL, replies, write_word_model
 from bench.http_load import Connection, http_request
+from bench.machine import free_port
 from bench.scripted_server import OPENER, WITH_LIFELINE, WORKER_KEY_VARIABLE, ScriptedServer, scripted_config
 from wingbeat.dataflow.ledger_reader import open_read_only
 
@@ -26,7 +26,6 @@ LITELLM = "1.106.12"
 """Pinned: the newest release whose proxy installs from the package index alone."""
 LITELLM_START_S = 120.0
 CONTEXT_TOKENS = 200_000
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
@@ -108,19 +107,6 @@ class OurTarget:
             raise RuntimeError(f"expected {session.turn} captured turns of {session.episode_id}, found {kept}")
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its living descendants, all threads."""
-    parents: dict[int, tuple[int, float]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            parents[int(path.parent.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
-    family = {pid}
-    while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
-        family |= grown
-    return sum(parents[member][1] for member in family if member in parents)
-
-
 @contextlib.contextmanager
 def our_targets(folder: Path) -> Iterator[tuple[PlainTarget, OurTarget]]:
     """The engine's own endpoint and control in front of the same engine; both are processes of their own."""
@@ -154,7 +140,7 @@ def our_targets(folder: Path) -> Iterator[tuple[PlainTarget, OurTarget]]:
 def litellm_target(folder: Path, direct: PlainTarget) -> Iterator[PlainTarget]:
     """LiteLLM's proxy in front of the same engine's endpoint, one worker process, nothing logged or looked up."""
     python = litellm_environment()
-    port, key = _free_port(), f"sk-{secrets.token_hex(32)}"
+    port, key = free_port(), f"sk-{secrets.token_hex(32)}"
     config = folder / "litellm.yaml"
     params = {"model": f"openai/{MODEL}", "api_base": f"http://127.0.0.1:{direct.port}/v1", "api_key": "unused"}
     settings = {"telemetry": False, "num_retries": 0, "request_timeout": 300}
@@ -222,12 +208,6 @@ def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _port(url: str) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sqlite3
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from bench.machine import describe_machine
 from bench.recorded import POLICY, merged_batch, num_tokens, num_trained, record_group, write_tokenizer
 from wingbeat.core.types import Outcome, Split, Task
 from wingbeat.dataflow.ledger import Ledger
@@ -171,12 +170,7 @@ def run(*, quick: bool, repeats: int, parent: Path) -> dict[str, Any]:
         "quick": quick,
         "repeats": repeats,
         "elapsed_s": round(time.perf_counter() - started, 1),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load_average": os.getloadavg(),
-            "python": platform.python_version(),
-            "sqlite": sqlite3.sqlite_version,
-        },
+        "machine": {**describe_machine(), "sqlite": sqlite3.sqlite_version},
     }
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.machine import describe_machine
 from bench.team_report import (
     Bound,
     by_mode,
@@ -161,11 +160,7 @@ def main() -> None:
         **report(runs, work, cores=usable_cores()),
         "quick": arguments.quick,
         "elapsed_s": round(time.perf_counter() - started, 1),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load_average": os.getloadavg(),
-            "python": platform.python_version(),
-        },
+        "machine": describe_machine(),
     }
     sys.stdout.write(json.dumps(summary) + "\n")
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
+from bench.machine import cpu_seconds, describe_machine, status_kib
 from bench.scripted_server import OPENER, ScriptedServer, scripted_server
 from bench.scripts import Reply, ScriptedCall
 from bench.swarm_client import GRACE_S, NUM_TURNS, TOOL_S
@@ -141,7 +141,7 @@ def watch_server(server: ScriptedServer, *, wanted: int, seconds: float) -> Samp
     began_s = time.monotonic()
     while True:
         now_s = time.monotonic() - began_s
-        samples.rss.append((now_s, rss_mb(server.pid)))
+        samples.rss.append((now_s, status_kib("VmRSS", server.pid) / 1024))
         if (found := open_episodes(server.url)) is not None:
             samples.open_episodes.append(found)
             if samples.full_s is None and found >= wanted:
@@ -162,12 +162,6 @@ def open_episodes(url: str) -> int | None:
     return next(int(float(line.split()[1])) for line in lines if line.startswith("wingbeat_open_episodes "))
 
 
-def rss_mb(pid: int) -> float:
-    """Resident memory of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
-
-
 def slope_mb_per_min(rss: Sequence[tuple[float, float]], *, after_s: float) -> float:
     """Of the least-squares line; 0 where there are too few samples."""
     late = [(at_s / 60, mb) for at_s, mb in rss if at_s >= after_s]
@@ -177,12 +171,6 @@ def slope_mb_per_min(rss: Sequence[tuple[float, float]], *, after_s: float) -> f
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that so much of them do not exceed; 0 of nothing."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def missing_in(ledger: Path, acknowledged: set[str]) -> int:
@@ -245,7 +233,7 @@ def measure(swarm: Swarm, *, seed: int, folder: Path) -> dict[str, Any]:
         with client_processes(server.url, swarm, folder=folder) as processes:
             samples = watch_server(server, wanted=swarm.episodes, seconds=60.0 * swarm.minutes)
             stop_clients(processes)
-        control_cpu_s = cpu_s(server.pid)
+        control_cpu_s = cpu_seconds(server.pid)
     seen = [json.loads(path.read_bytes()) for path in sorted(folder.glob("client-*.json"))]
     acknowledged = {name for client in seen for name in client["acknowledged"]}
     missing = missing_in(server.run_dir / "ledger.sqlite", acknowledged)
@@ -290,7 +278,7 @@ def main() -> None:
         "minutes": swarm.minutes,
         "seed": arguments.seed,
         "elapsed_s": round(time.monotonic() - started, 1),
-        "machine": {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()},
+        "machine": describe_machine(),
     }
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.exit(0 if quick or all(summary["bars"].values()) else 1)

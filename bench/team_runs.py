@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import team_agent
+from bench.machine import TICKS_PER_S
 from bench.team_work import CONTEXT_TOKENS, POLICIES, Work, critical_path_s, make_tasks, write_model, write_tasks
 from wingbeat.core.config import Config
 from wingbeat.core.events import read_events
@@ -25,7 +26,6 @@ from wingbeat.deploy.training import TrainingPlan, TrainingResult, run_plan
 MODES = ("sync", "barrier", "ours")
 SAMPLE_EVERY_S = 0.2
 OTHER = "other"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ and the least of all repeats counts.  Gradients are read from the optimiser's fi
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from bench.machine import describe_machine
 from bench.recorded import VOCABULARY, write_tokenizer
 from wingbeat.core.config import PolicyConfig, TrainerConfig
 from wingbeat.core.samples import TrainingBatch
@@ -134,12 +133,7 @@ def worst_error(wanted: Mapping[str, Tensor], others: Sequence[Mapping[str, Tens
 
 
 def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    return {**describe_machine(), "torch": torch.__version__}
 
 
 def _normalise_in_float64(model: Any) -> None:

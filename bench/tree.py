@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.machine import status_kib
 from bench.recorded import LOGPROB_NOISE, POLICY, VOCABULARY
 from bench.training import (
     ROWS,
@@ -141,14 +142,9 @@ def peak_growth_kib(way: str, *, size: ModelSize, reply_tokens: int) -> int:
         Trained(folder, batch=group_batch(reply_tokens=2, shared=True), settings=WAYS[way]).step_s()
         trained = Trained(folder, batch=group_batch(reply_tokens=reply_tokens, shared=True), settings=WAYS[way])
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status_kib("VmRSS")
+        before = status_kib("VmRSS")
         trained.step_s()
-        return max(1, _status_kib("VmHWM") - before)
-
-
-def _status_kib(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+        return max(1, status_kib("VmHWM") - before)
 
 
 def memory(*, quick: bool) -> dict[str, Any]:
