@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.machine import status_kib
 from bench.scripted_server import OPENER, ScriptedServer, scripted_server
 from bench.scripts import Reply
 from wingbeat.client import AsyncSwarm, Runner, RunnerOptions, RunnerStats
@@ -57,8 +59,6 @@ def serving(folder: Path, **settings: Any) -> Iterator[ScriptedServer]:
 
 
 def _request(server: ScriptedServer, path: str, body: bytes | None = None, *, method: str = "GET") -> Any:
-    import urllib.request
-
     return urllib.request.Request(f"{server.url}{path}", body, method=method)
 
 
@@ -68,10 +68,7 @@ def get(server: ScriptedServer, path: str) -> str:
 
 
 def memory_mib(server: ScriptedServer) -> int:
-    status = Path(f"/proc/{server.pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) // 1024
+    return status_kib("VmRSS", server.pid) // 1024
 
 
 async def solve(episode: Episode) -> float:

@@ -6,13 +6,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import environment
+from harness import environment, eventually_now
 
 from bench.scripted_server import ScriptedServer, scripted_server
 from wingbeat.client import Swarm
@@ -69,14 +68,6 @@ class Ledger:
         return self.rows("SELECT COUNT(*) FROM batches WHERE state = 'trained'")[0][0]
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.02)
-    return found
-
-
 def write(path: Path, text: str) -> None:
     """As editors do: beside the file, then renamed."""
     beside = path.with_suffix(".tmp")
@@ -103,27 +94,27 @@ def test_edits_replace_the_processes_and_training_goes_on(server: ScriptedServer
     ledger, log = Ledger(server), tmp_path / "log"
     client = start(tmp_path, server, "--watch", "--processes", "2", "--label", "lively", "--grace-s", "5")
     try:
-        until(lambda: ledger.steps() >= 2, "training with the first version")
+        eventually_now(lambda: ledger.steps() >= 2, what="training with the first version")
         (first,) = ledger.finished()
 
         write(tmp_path / "helper.py", "REWARD = 2.0\n")  # same size, same second: a cached compilation would be taken
-        second = until(lambda: set(ledger.finished()) - {first}, "episodes of the second version").pop()
+        second = eventually_now(lambda: set(ledger.finished()) - {first}, what="episodes of the second version").pop()
         before = ledger.steps()
-        until(lambda: ledger.steps() >= before + 2, "training with the second version")
+        eventually_now(lambda: ledger.steps() >= before + 2, what="training with the second version")
         rewards = ledger.rows("SELECT DISTINCT rewards FROM episodes WHERE code = ? AND state = 'finished'", second)
         assert rewards == [('{"solver":2.0}',)]
 
         write(tmp_path / "agent.py", AGENT.replace("return REWARD", "return REWARD +"))
-        until(lambda: "does not load" in log.read_text(), "the refusal of broken code")
+        eventually_now(lambda: "does not load" in log.read_text(), what="the refusal of broken code")
         before = ledger.steps()
-        until(lambda: ledger.steps() >= before + 2, "training with the code that loads")
+        eventually_now(lambda: ledger.steps() >= before + 2, what="training with the code that loads")
         assert set(ledger.finished()) == {first, second}
 
         for reward in ("3.0", "4.0", "5.0"):  # in quick succession
             write(tmp_path / "agent.py", AGENT.replace("return REWARD", f"return {reward}"))
-        until(lambda: len(ledger.finished()) >= 3, "episodes of the version that came of it")
+        eventually_now(lambda: len(ledger.finished()) >= 3, what="episodes of the version that came of it")
         before = ledger.steps()
-        until(lambda: ledger.steps() >= before + 2, "training with that")
+        eventually_now(lambda: ledger.steps() >= before + 2, what="training with that")
         last = ledger.rows("SELECT DISTINCT rewards FROM episodes WHERE code NOT IN (?, ?)", first, second)
         assert ('{"solver":5.0}',) in last and ('{"solver":3.0}',) not in last
     finally:
@@ -150,7 +141,9 @@ def test_two_agents_share_the_groups_by_weight(server: ScriptedServer, tmp_path:
             (folder / "agent.py").write_text(AGENT)
             clients.append(start(folder, server, "--label", name))
         try:
-            until(lambda: {"one", "two"} <= {v.label for v in swarm.variants().variants if v.here}, "both")
+            eventually_now(
+                lambda: {"one", "two"} <= {v.label for v in swarm.variants().variants if v.here}, what="both"
+            )
             before = swarm.variants().labels
 
             def since(kind: str) -> dict[str, int]:
@@ -158,7 +151,7 @@ def test_two_agents_share_the_groups_by_weight(server: ScriptedServer, tmp_path:
                 none = LabelReply(weight=None, groups_dealt=0, groups_counted=0, share=0, ahead=0)
                 return {n: getattr(now.get(n, none), kind) - getattr(before.get(n, none), kind) for n in ("one", "two")}
 
-            until(lambda: sum(since("groups_counted").values()) >= 60, "sixty groups")
+            eventually_now(lambda: sum(since("groups_counted").values()) >= 60, what="sixty groups")
             # what is in flight is another mix, and of some groups more is dealt than counts
             for kind, slack in {"groups_dealt": 4, "groups_counted": 8}.items():
                 found = since(kind)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from rich.console import Console
 from rich.table import Table
 
 from wingbeat.cli.inspect_episode import shown_state
+from wingbeat.cli.terminal import local_time
 from wingbeat.core.types import CODE_SHOWN, Split
 from wingbeat.dataflow.evaluation import PairedDifference
 from wingbeat.dataflow.ledger_schema import AttemptState
@@ -43,8 +42,8 @@ def show_agents(console: Console, versions: tuple[AgentVersionReport, ...], *, s
                 _difference(difference),
                 _number(version.tokens / finished if finished and version.split is Split.TRAIN else None, digits=1),
                 _number(version.seconds / finished if finished else None, digits=2),
-                _time(version.first_s),
-                _time(version.last_s),
+                local_time(version.first_s),
+                local_time(version.last_s),
             )
     if not versions:
         console.print("no episode has begun")
@@ -69,7 +68,3 @@ def _difference(difference: PairedDifference | None) -> str:
         return "-"
     interval = f"{difference.low:+.4f} to {difference.high:+.4f}"
     return f"{difference.mean:+.4f} ({interval}; {difference.num_tasks} tasks)"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import KEY_VARIABLE
 from wingbeat.core.tls import CA_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8321"
@@ -33,7 +34,7 @@ KeyOption = Annotated[
     str | None,
     typer.Option(
         "--key",
-        envvar="WINGBEAT_KEY",
+        envvar=KEY_VARIABLE,
         show_envvar=True,
         help="A client or admin key, if the server asks for one (better: the env).",
     ),
@@ -72,5 +73,5 @@ def certificates_hints(urls: Iterable[str]) -> tuple[str, ...]:
 
 def keys_by_server(names: Iterable[str]) -> dict[str, str]:
     """Of the servers of a team that have keys of their own: WINGBEAT_KEY_EAST is that of ``east``."""
-    variables = {name: f"WINGBEAT_KEY_{name.upper().replace('-', '_')}" for name in names}
+    variables = {name: f"{KEY_VARIABLE}_{name.upper().replace('-', '_')}" for name in names}
     return {name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)}

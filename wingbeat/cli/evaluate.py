@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
+from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client import Swarm
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 
@@ -43,7 +44,7 @@ def evaluate(
     if json_output:
         typer.echo(reply.model_dump_json())
     else:
-        Console(markup=False).print(result_table(reply))
+        PlainConsole().print(result_table(reply))
 
 
 def result_table(reply: EvaluationReply) -> Table:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.dataflow.ledger_views import AttemptView
-from wingbeat.server.collect.conversation_files import ATTEMPT, ConversationFiles, StoredConversation
+from wingbeat.server.collect.conversation_files import ATTEMPT, FOLDER, ConversationFiles, StoredConversation
 from wingbeat.server.collect.conversations import group_of
 
 SHOWN = 10
@@ -51,7 +51,7 @@ def show_conversations(console: Console, run_dir: Path) -> None:
 
 
 def _files(run_dir: Path) -> ConversationFiles:
-    return ConversationFiles(run_dir / "collected")
+    return ConversationFiles(run_dir / FOLDER)
 
 
 def _view(episode_id: str, stored: StoredConversation) -> OpenConversation:

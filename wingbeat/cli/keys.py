@@ -21,7 +21,8 @@ from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
 from wingbeat.core.config import RunConfig, ServerConfig, load_config
 from wingbeat.core.errors import RequestError
-from wingbeat.core.key_protocol import KeyReply, KeyRequest, NewKeyReply
+from wingbeat.core.key_protocol import KeyReply, NewKeyReply
+from wingbeat.core.keys import KEY_VARIABLE
 from wingbeat.server.keys.file import KeyFile, NewKey, key_file_path
 from wingbeat.server.keys.principals import Role
 
@@ -44,9 +45,7 @@ ServerOption = Annotated[
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option(
-        "--key", envvar="WINGBEAT_KEY", show_envvar=True, help="With --server: an admin key (better: the env)."
-    ),
+    typer.Option("--key", envvar=KEY_VARIABLE, show_envvar=True, help="With --server: an admin key (better: the env)."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -66,22 +65,19 @@ def create(
     json_output: JsonOption = False,
 ) -> None:
     """Make a key and print it, this once. Only its SHA-256 is kept; a running server takes it within a second."""
-    expires_s = None if expires is None else parse_duration(expires)
-    options = NewKey(
-        role, name=name, expires_s=expires_s, train=train, record=not no_record, policies=tuple(policy or ())
+    wanted = NewKey(
+        role,
+        name=name,
+        expires_s=None if expires is None else parse_duration(expires),
+        train=train,
+        record=not no_record,
+        policies=tuple(policy or ()),
     )
     if server is not None:
-        body = KeyRequest(
-            role=role.value,
-            name=name,
-            expires_s=expires_s,
-            train=train,
-            record=not no_record,
-            policies=list(options.policies),
-        )
-        made = _ask(server, key, Call("POST", "/api/keys", body=body, repeatable=False), TypeAdapter(NewKeyReply))
+        call = Call("POST", "/api/keys", body=wanted.request(), repeatable=False)
+        made = _ask(server, key, call, TypeAdapter(NewKeyReply))
     else:
-        record, secret = _file(file, config).create(options)
+        record, secret = _file(file, config).create(wanted)
         made = NewKeyReply(**record.reply(time.time()).model_dump(), key=secret)
     if json_output:
         typer.echo(made.model_dump_json())
@@ -149,8 +145,7 @@ def _file(file: Path | None, config: Path | None) -> KeyFile:
     else:
         loaded = load_config(path)
         run, server, folder = loaded.run, loaded.server, path.absolute().parent
-    named = None if server.keys_file is None else str(folder / Path(server.keys_file).expanduser())
-    return KeyFile(key_file_path(named, runs=Path(run.dir).expanduser()))
+    return KeyFile(key_file_path(server.keys_file, runs=Path(run.dir).expanduser(), folder=folder))
 
 
 def _ask(url: str, key: str | None, call: Call, reply: TypeAdapter[R]) -> R:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from wingbeat.cli.inspect_episode import shown_state
 from wingbeat.cli.liveness import is_served
+from wingbeat.cli.terminal import local_time
 from wingbeat.dataflow.audit import audit_run
 from wingbeat.dataflow.ledger_reader import LedgerReader
 from wingbeat.dataflow.ledger_schema import AttemptState, BatchState
@@ -88,9 +88,8 @@ def _show_in_doubt(console: Console, ledger: LedgerReader) -> None:
     """Finishes that wait for a decision elsewhere."""
     table = Table("transaction", "decider", "episode", "since", title="finishes in doubt")
     for found in ledger.in_doubt():
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.prepared_s))
         name = f"{found.record.episode_id} attempt {found.record.attempt}"
-        table.add_row(found.transaction_id, found.decider, name, since)
+        table.add_row(found.transaction_id, found.decider, name, local_time(found.prepared_s))
     if table.row_count:
         console.print(table)
 

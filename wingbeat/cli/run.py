@@ -19,6 +19,7 @@ from wingbeat.cli.terminal import PlainConsole
 from wingbeat.core.config import Config, dump_toml
 from wingbeat.core.config.server import is_loopback
 from wingbeat.deploy.checks import check_agents, check_chains, check_exposure, check_sources, check_trains
+from wingbeat.deploy.run_keys import without_plain_keys
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import Supervisor
@@ -98,8 +99,8 @@ def train(
 
 
 def _show_config(config: Config) -> None:
-    """With hashes in place of keys: what is printed may end up in a log."""
-    typer.echo(dump_toml(config.model_copy(update={"server": config.server.without_keys()})), nl=False)
+    """What is printed may end up in a log."""
+    typer.echo(dump_toml(without_plain_keys(config)), nl=False)
 
 
 def _check(config: Config, config_dir: Path, resume: Path | None) -> None:
@@ -133,7 +134,7 @@ def result_data(result: TrainingResult) -> dict[str, Any]:
 
 def _show(result: TrainingResult, config: Config, warnings: Sequence[str]) -> None:
     """The evaluations, what went wrong on the way, and where everything lies (unwrapped, so that it can be copied)."""
-    console = Console(markup=False)  # names and paths may hold brackets
+    console = PlainConsole()
     if result.evaluations:
         console.print(_result_table(result))
     lines = [f"warning: {warning}" for warning in warnings]
@@ -171,7 +172,7 @@ def _result_table(result: TrainingResult) -> Table:
 
 
 def _announce(supervisor: Supervisor) -> None:
-    console = Console(markup=False)
+    console = PlainConsole()
     console.print(f"serving at {supervisor.url}, run directory {supervisor.run_dir}", soft_wrap=True)
     where, url = reach(supervisor.url, supervisor.config.server.allowed_hosts or ())
     console.print(f"run agents {where}: wingbeat rollout agent.py --server {url}", soft_wrap=True)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from wingbeat.client.code import code_on_disk, split_agent
 from wingbeat.client.plans import RolloutPlan
 from wingbeat.client.runner_stats import RunnerStats
 from wingbeat.client.watch import FileWatch
-from wingbeat.client.worker_process import SIGNALS, Failure, WorkerProcess
+from wingbeat.client.worker_process import Failure, WorkerProcess, on_signals
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.types import CODE_SHOWN
 
@@ -85,7 +85,6 @@ class Fleet:
         """Of processes that have ended and left their seats."""
         self._watch = FileWatch()
         self._stopping = asyncio.Event()
-        self._num_signals = 0
 
     @property
     def draining(self) -> list[WorkerProcess]:
@@ -97,23 +96,17 @@ class Fleet:
         Raises SetupError where the agent cannot be loaded or fails always, WingbeatError where a process cannot be
         kept running.
         """
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._heed_signal)
-        try:
-            first = await self._start(self.seats[0])
-            if first.failure is not None:
-                raise _error(first.failure)
-            self._watch.follow(first.files)
-            if not self._is_on_disk(first.files, first.digest):
-                self._watch.forget()
-            self.seats[0].take_over(first)
-            await self._keep_all()
-            return self._sum()
-        finally:
-            await self._end_all()
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+        with on_signals(lambda: self.stop(now=self._stopping.is_set())):
+            try:
+                first = await self._start(self.seats[0])
+                if first.failure is not None:
+                    raise _error(first.failure)
+                self._follow(first.files, first.digest)
+                self.seats[0].take_over(first)
+                await self._keep_all()
+                return self._sum()
+            finally:
+                await self._end_all()
 
     def stop(self, *, now: bool = False) -> None:
         """Lease no more; running episodes end within the grace, or are aborted at once."""
@@ -121,10 +114,6 @@ class Fleet:
         for process in self._all:
             if not process.ended.is_set():
                 process.stop(now=now)
-
-    def _heed_signal(self) -> None:
-        self._num_signals += 1
-        self.stop(now=self._num_signals > 1)
 
     async def _keep_all(self) -> None:
         """Until every seat is done; the first that cannot be kept ends the others, and its error is raised."""
@@ -270,14 +259,10 @@ class Fleet:
             logger.error("the new code does not load, and the old one goes on: %s", failure.message)
             if failure.is_told:  # one that just ended would end again: wait for other content than was noticed
                 files = () if running is None else running.files
-                self._watch.follow({*files, *failure.files, *failure.missing, self._main})
-                if not self._is_on_disk(failure.files, failure.digest):
-                    self._watch.forget()
+                self._follow(failure.files, failure.digest, more={*files, *failure.missing, self._main})
             return
-        self._watch.follow(candidate.files)
-        if not self._is_on_disk(candidate.files, candidate.digest):  # it was edited again meanwhile
+        if not self._follow(candidate.files, candidate.digest):  # it was edited again meanwhile
             candidate.kill()
-            self._watch.forget()
             return
         if candidate.digest == before and all(seat.process and seat.process.digest == before for seat in self.seats):
             candidate.kill()
@@ -310,11 +295,16 @@ class Fleet:
                     process.kill()
                     await asyncio.wait({starting})
 
-    def _is_on_disk(self, files: Iterable[Path], digest: str) -> bool:
+    def _follow(self, files: Collection[Path], digest: str, *, more: Collection[Path] = ()) -> bool:
+        """Watch the files of a process, and ``more``, whose code was tried; False where the disk has another by now."""
+        self._watch.follow({*files, *more})
         try:
-            return code_on_disk(files, self._main, self._name) == digest
+            is_on_disk = code_on_disk(files, self._main, self._name) == digest
         except OSError:
-            return False
+            is_on_disk = False
+        if not is_on_disk:
+            self._watch.forget()
+        return is_on_disk
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -23,7 +23,7 @@ from wingbeat.client.deadlines import LEAVING_S
 from wingbeat.client.plans import RolloutPlan, connect
 from wingbeat.client.runner import Runner
 from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
-from wingbeat.client.worker_process import SIGNALS
+from wingbeat.client.worker_process import on_signals
 from wingbeat.core.errors import SetupError
 
 logger = logging.getLogger("wingbeat.client")
@@ -104,13 +104,7 @@ def leave_in_time(exit_code: int, *, after_s: float = LEAVING_S) -> None:
 
 async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
     """Run in this process, heeding its signals."""
-    loop = asyncio.get_running_loop()
     async with connect(plan) as swarm:
         runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options, on_end=on_end)
-        for number in SIGNALS:
-            loop.add_signal_handler(number, lambda: runner.stop(now=runner.stopping))
-        try:
+        with on_signals(lambda: runner.stop(now=runner.stopping)):
             return await runner.run()
-        finally:
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)

@@ -91,6 +91,15 @@ class AgentVersion(TypedDict, total=False):
     """Tells several runners of one client apart."""
 
 
+class LeaseOptions(AgentVersion, total=False):
+    """What work is asked for, and how long; the defaults are those of :meth:`AsyncSwarm.lease`."""
+
+    splits: Sequence[Split]
+    sources: Sequence[str] | None
+    wait_s: float
+    patient: bool
+
+
 class AsyncSwarm:
     """A server and this client's connections to it; use it on one event loop.
 
@@ -322,11 +331,16 @@ def checked(model: type[M], **fields: Any) -> M:
         raise RequestError(f"{where}: {first['msg']} (got {first['input']!r})", param=where) from error
 
 
-def _begin_request(options: BeginOptions, *, client_id: str) -> BeginRequest:
-    lease, task, group = options.get("lease"), options.get("task"), options.get("group")
+def check_work(lease: Lease | None, task: Task | None) -> None:
+    """Raises RequestError unless it is one of them that an episode begins with."""
     if (lease is None) == (task is None):
         got = "both" if lease is not None else "neither"
         raise RequestError(f"expected a lease or a task to begin an episode with, got {got}", param="task")
+
+
+def _begin_request(options: BeginOptions, *, client_id: str) -> BeginRequest:
+    lease, task, group = options.get("lease"), options.get("task"), options.get("group")
+    check_work(lease, task)
     policies = options.get("policies")
     return checked(
         BeginRequest,

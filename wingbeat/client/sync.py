@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, SupportsFloat, TypeVar, Unpack
 
 from wingbeat.client import model_clients
 from wingbeat.client.episode import Episode, EpisodeState
 from wingbeat.client.loop_thread import LoopPort, LoopThread
 from wingbeat.client.rewards import RewardLike
-from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions
+from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions, LeaseOptions
+from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.core.ports import ResourceLease, ResourcePool
 from wingbeat.core.protocol import (
     EpisodeReply,
@@ -41,13 +42,13 @@ from wingbeat.core.types import Cause, Group, Outcome, Split, Task
 if TYPE_CHECKING:
     from openai import OpenAI
 
-T = TypeVar("T")
+E = TypeVar("E", bound=Episode | TeamEpisode)
 
 
-class SyncEpisode:
-    """:class:`wingbeat.client.Episode` for synchronous code; same names, same meaning."""
+class EpisodeTwin(Generic[E]):
+    """What the synchronous twins of an episode and of a team's episode have in common."""
 
-    def __init__(self, episode: Episode, port: LoopPort) -> None:
+    def __init__(self, episode: E, port: LoopPort) -> None:
         self._episode = episode
         self._port = port
 
@@ -70,6 +71,28 @@ class SyncEpisode:
     @property
     def split(self) -> Split:
         return self._episode.split
+
+    @property
+    def state(self) -> EpisodeState:
+        return self._episode.state
+
+    @property
+    def closed(self) -> bool:
+        return self._episode.closed
+
+    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
+        """As :meth:`Episode.abort`; that of a team ends on all servers."""
+        self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._port.call(self._episode.__aexit__(kind, error, tb))
+
+
+class SyncEpisode(EpisodeTwin[Episode]):
+    """:class:`wingbeat.client.Episode` for synchronous code; same names, same meaning."""
 
     @property
     def base_url(self) -> str:
@@ -95,14 +118,6 @@ class SyncEpisode:
     def model(self) -> str:
         return self._episode.model
 
-    @property
-    def state(self) -> EpisodeState:
-        return self._episode.state
-
-    @property
-    def closed(self) -> bool:
-        return self._episode.closed
-
     def model_for(self, policy: str | None = None, *, agent: str = "") -> str:
         """As :meth:`Episode.model_for`."""
         return self._episode.model_for(policy, agent=agent)
@@ -117,10 +132,6 @@ class SyncEpisode:
     ) -> FinishReply:
         """As :meth:`Episode.finish`."""
         return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
-
-    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
-        """As :meth:`Episode.abort`."""
-        self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
 
     def confirm(self) -> None:
         """As :meth:`Episode.confirm`."""
@@ -146,12 +157,6 @@ class SyncEpisode:
     def status(self) -> EpisodeReply:
         """As :meth:`Episode.status`."""
         return self._port.call(self._episode.status())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._port.call(self._episode.__aexit__(kind, error, tb))
 
 
 class Swarm:
@@ -204,19 +209,9 @@ class Swarm:
         with self.begin(**options) as episode:
             yield episode
 
-    def lease(
-        self,
-        max_leases: int = 1,
-        *,
-        splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
-        sources: Sequence[str] | None = None,
-        wait_s: float = 30.0,
-        patient: bool = False,
-        **version: Unpack[AgentVersion],
-    ) -> LeaseReply:
+    def lease(self, max_leases: int = 1, **options: Unpack[LeaseOptions]) -> LeaseReply:
         """As :meth:`AsyncSwarm.lease`."""
-        lease = self._swarm.lease(max_leases, splits=splits, sources=sources, wait_s=wait_s, patient=patient, **version)
-        return self._port.call(lease)
+        return self._port.call(self._swarm.lease(max_leases, **options))
 
     def release(self, leases: Iterable[Lease] = (), *, leaving: bool = False, **version: Unpack[AgentVersion]) -> int:
         """As :meth:`AsyncSwarm.release`."""

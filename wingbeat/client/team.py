@@ -25,7 +25,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from wingbeat.client.episode import Episode
 from wingbeat.client.retry import RetryPolicy
-from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions
+from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions, LeaseOptions, check_work
 from wingbeat.client.team_begin import TENTATIVE_S, Backoff, begin_everywhere
 from wingbeat.client.team_commit import TeamCommit
 from wingbeat.client.team_episode import TeamEpisode
@@ -91,7 +91,7 @@ class AsyncTeam:
         except ValueError as error:
             raise RequestError(f"the team's lead, {lead!r}: {error}", param="servers") from None
         self._journal = None if journal is None else Journal(Path(journal))
-        self._prepare_budget_s = prepare_budget_s
+        self.prepare_budget_s = prepare_budget_s
         self._rng = rng or random.Random()
         self._retry = RetryPolicy(budget_s=120.0, base_s=0.5)
         self._backoff = Backoff(self._rng)
@@ -129,27 +129,12 @@ class AsyncTeam:
 
     # --- what a runner needs of a swarm -------------------------------------------------------
 
-    @property
-    def client_id(self) -> str:
-        return self.swarms[self.lead].client_id
-
-    async def lease(
-        self,
-        max_leases: int = 1,
-        *,
-        splits: Sequence[Split] = (Split.TRAIN, Split.EVAL),
-        sources: Sequence[str] | None = None,
-        wait_s: float = 30.0,
-        patient: bool = False,
-        **version: Unpack[AgentVersion],
-    ) -> LeaseReply:
+    async def lease(self, max_leases: int = 1, **options: Unpack[LeaseOptions]) -> LeaseReply:
         """As :meth:`AsyncSwarm.lease`, of the leading server; after a refusal of another one at a time."""
         await self._backoff.wait()
-        max_leases = 1 if self._backoff.is_on else max_leases
-        lead = self.swarms[self.lead]
-        reply = await lead.lease(max_leases, splits=splits, sources=sources, wait_s=wait_s, patient=patient, **version)
+        reply = await self.swarms[self.lead].lease(1 if self._backoff.is_on else max_leases, **options)
         for lease in reply.leases:
-            self._versions[lease.lease_id] = version
+            self._versions[lease.lease_id] = options
         while len(self._versions) > MAX_LEASES:
             self._versions.popitem(last=False)
         return reply
@@ -166,9 +151,8 @@ class AsyncTeam:
         With a task it waits, holding nothing, while a server has no room.  A lease is used up by a refusal: the call
         then waits a moment and raises OverloadedError, and its slot is free again for whoever leases next.
         """
-        lease, task = options.get("lease"), options.get("task")
-        if (lease is None) == (task is None):
-            raise RequestError("expected a lease or a task to begin an episode with", param="task")
+        lease = options.get("lease")
+        check_work(lease, options.get("task"))
         started, tries = time.monotonic(), 0
         while True:
             try:
@@ -264,10 +248,6 @@ class AsyncTeam:
             entry=entry,
             on_ended=on_ended,
         )
-
-    @property
-    def prepare_budget_s(self) -> float:
-        return self._prepare_budget_s
 
     def run_in_background(self, commit: TeamCommit) -> asyncio.Task[None]:
         """Whoever waits for the end may be cancelled; the end goes on."""

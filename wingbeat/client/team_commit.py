@@ -31,10 +31,9 @@ class TeamCommit:
         prepare: Callable[[str], Awaitable[FinishReply]] | None = None,
         entry: OpenEntry | None = None,
         on_ended: Callable[[bool], Awaitable[None]] | None = None,
-        commit_budget_s: float | None = None,
     ) -> None:
         """``prepare`` reports the reward to a server; a successor needs none.  ``on_ended`` hears once whether the
-        episode counts.  ``commit_budget_s`` None: for ever."""
+        episode counts."""
         self.coordinator = coordinator
         self.transaction_id = transaction_id
         self.replies: dict[str, FinishReply] = {}
@@ -46,15 +45,14 @@ class TeamCommit:
         self._prepare = prepare
         self._entry = entry
         self._on_ended = on_ended
-        self._commit_budget_s = commit_budget_s
         self.decided = asyncio.Event()
         """The decider has committed, or everybody was told that it never will."""
 
     async def run(self) -> None:
-        """Until every server knows the end.
+        """Until every server knows the end; one that is away is asked until it answers.
 
-        Raises UnavailableError where the decider does not answer within the budget: then nobody here knows the end;
-        run it again, or leave it to the servers.
+        Raises WingbeatError where the decider says neither (it refuses the client's key, say): then nobody here knows
+        the end; run it again, or leave it to the servers.
         """
         try:
             while todo := self.coordinator.todo():
@@ -129,8 +127,7 @@ class TeamCommit:
 
     async def _commit(self, server: str) -> Answer:
         try:
-            swarm = self._swarms[server]
-            reply = await swarm.decide(self.transaction_id, commit=True, budget_s=self._commit_budget_s)
+            reply = await self._swarms[server].decide(self.transaction_id, commit=True)
         except (ConflictError, NotFoundError) as error:
             self.errors[server] = error
             return Answer.REFUSED

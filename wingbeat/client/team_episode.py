@@ -124,8 +124,8 @@ class TeamEpisode:
         """Report the reward: a number for all, or one reward (of any kind) per server, by name.
 
         Returns once it is decided that the episode counts, on all servers.  Raises InvalidReward, or ConflictError
-        where one server refuses: then none counts it.  UnavailableError: the lead does not answer, so that nobody
-        here knows; the same finish again asks it again.
+        where one server refuses: then none counts it.  After any other error of the lead's (a key that was revoked)
+        nobody here knows; the same finish again asks it again.
         """
         rewards = self._by_server(reward)
         if outcome is not Outcome.AGENT or self.split is Split.EVAL:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wingbeat.core.errors import SetupError
-from wingbeat.core.files import OWNER_ONLY
+from wingbeat.core.files import OWNER_ONLY, sync
 
 logger = logging.getLogger("wingbeat.client")
 
@@ -89,7 +89,7 @@ class Journal:
             fcntl.flock(file, fcntl.LOCK_EX)
             _write(file, entry)
             unseen.rename(path)  # whole and locked before a successor can see it
-            _sync_folder(self._folder)
+            sync(self._folder)
         except OSError as error:
             raise SetupError(f"the team's journal cannot be written: {error}") from error
         return OpenEntry(path, file, entry)
@@ -149,14 +149,6 @@ def _write(file: int, entry: Entry) -> None:
     except OSError:
         os.ftruncate(file, size)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> Entry | None:

@@ -14,24 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, Unpack
 
-from wingbeat.client.episode import Episode, EpisodeState
+from wingbeat.client.episode import Episode
 from wingbeat.client.loop_thread import LoopPort, LoopThread
 from wingbeat.client.rewards import RewardLike
-from wingbeat.client.swarm import AsyncSwarm
-from wingbeat.client.sync import SyncEpisode
+from wingbeat.client.swarm import AsyncSwarm, LeaseOptions
+from wingbeat.client.sync import EpisodeTwin, SyncEpisode
 from wingbeat.client.team import AsyncTeam, TeamBeginOptions
 from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.core.ports import ResourceLease
 from wingbeat.core.protocol import FinishReply, LeaseReply
-from wingbeat.core.types import Cause, Group, Outcome, Split, Task
+from wingbeat.core.types import Outcome
 
 
-class SyncTeamEpisode:
+class SyncTeamEpisode(EpisodeTwin[TeamEpisode]):
     """:class:`TeamEpisode` for synchronous code; same names, same meaning."""
-
-    def __init__(self, episode: TeamEpisode, port: LoopPort) -> None:
-        self._episode = episode
-        self._port = port
 
     def __getitem__(self, server: str) -> SyncEpisode:
         return SyncEpisode(self._episode[server], self._port)
@@ -44,34 +40,6 @@ class SyncTeamEpisode:
     def lead(self) -> SyncEpisode:
         return SyncEpisode(self._episode.lead, self._port)
 
-    @property
-    def id(self) -> str:
-        return self._episode.id
-
-    @property
-    def attempt(self) -> int:
-        return self._episode.attempt
-
-    @property
-    def task(self) -> Task:
-        return self._episode.task
-
-    @property
-    def group(self) -> Group:
-        return self._episode.group
-
-    @property
-    def split(self) -> Split:
-        return self._episode.split
-
-    @property
-    def state(self) -> EpisodeState:
-        return self._episode.state
-
-    @property
-    def closed(self) -> bool:
-        return self._episode.closed
-
     def finish(
         self,
         reward: RewardLike,
@@ -83,19 +51,9 @@ class SyncTeamEpisode:
         """As :meth:`TeamEpisode.finish`."""
         return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
 
-    def abort(self, message: str = "", *, outcome: Outcome = Outcome.CLIENT, cause: Cause | None = None) -> None:
-        """As :meth:`TeamEpisode.abort`."""
-        self._port.call(self._episode.abort(message, outcome=outcome, cause=cause))
-
     def lease(self, spec: Any, *, name: str = "") -> AbstractContextManager[ResourceLease]:
         """As :meth:`TeamEpisode.lease`, with ``with``."""
         return self.lead.lease(spec, name=name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._port.call(self._episode.__aexit__(kind, error, tb))
 
 
 class Team:
@@ -125,7 +83,7 @@ class Team:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def lease(self, max_leases: int = 1, **options: Any) -> LeaseReply:
+    def lease(self, max_leases: int = 1, **options: Unpack[LeaseOptions]) -> LeaseReply:
         """As :meth:`AsyncTeam.lease`."""
         return self._port.call(self._team.lease(max_leases, **options))
 

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,19 @@ _EXIT_S = 5.0
 _LAST_NEWS_S = 1.0
 _ABORT_S = 15.0
 """Beyond the grace, what a process gets to abort its episodes."""
+
+
+@contextlib.contextmanager
+def on_signals(heed: Callable[[], None]) -> Iterator[None]:
+    """Within the block the running loop calls ``heed`` whenever such a signal comes."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, heed)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 @dataclass(frozen=True, slots=True)

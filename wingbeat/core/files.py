@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from wingbeat.core.errors import UnavailableError
 
 OWNER_ONLY = 0o600
-"""For files that hold keys."""
+"""The mode of files that hold keys, or what agents and people said."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """A full disk, or a quota or size limit that is reached."""
@@ -36,6 +37,21 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UnavailableError(f"cannot write {path}: {error}; it stays as it was") from error
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class LineFile:

@@ -178,7 +178,7 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """For metrics and tables: the label, else the beginning of the digest."""
-        return variant_name(self.label, self.code)
+        return self.label or self.code[:CODE_SHOWN]
 
     def __str__(self) -> str:
         """For messages: both, as far as they are known."""
@@ -187,11 +187,6 @@ class Variant(NamedTuple):
 
 
 NO_VARIANT = Variant()
-
-
-def variant_name(label: str, code: str) -> str:
-    """What a version of an agent is called in metrics and reports."""
-    return label or code[:CODE_SHOWN]
 
 
 @dataclass(frozen=True, slots=True)

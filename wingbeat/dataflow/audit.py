@@ -18,6 +18,8 @@ from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_checks import contradictions
 from wingbeat.dataflow.ledger_connection import captures_folder
 from wingbeat.dataflow.ledger_reader import open_read_only
+from wingbeat.dataflow.ledger_rows import OPERATORS
+from wingbeat.dataflow.operators.chain import Counts
 from wingbeat.dataflow.records import NOT_DEALT
 from wingbeat.dataflow.task_sources import SourceState, TrainSource
 
@@ -104,22 +106,15 @@ def _issued(db: sqlite3.Connection, source: str) -> Counter[str]:
 def _num_refused(db: sqlite3.Connection) -> int:
     """Tasks that operators passed over."""
     total = 0
-    for (text,) in db.execute("SELECT value FROM meta WHERE key LIKE 'operators/%'"):
+    for (text,) in db.execute("SELECT value FROM meta WHERE key LIKE ? || '%'", (OPERATORS,)):
         operators = msgspec.json.decode(text).get("operators", {})
-        total += sum(int(own["counts"][3]) for own in operators.values())
+        total += sum(Counts(*own["counts"]).refused for own in operators.values())
     return total
 
 
 def _captures_left(db: sqlite3.Connection, folder: Path) -> list[str]:
-    ended = {
-        (row[0], row[1])
-        for row in db.execute("SELECT episode_id, attempt FROM episodes WHERE state IN ('finished', 'aborted')")
-    }
-    left = [
-        f"{episode_id}:{attempt}"
-        for episode_id, attempt in Captures(folder).attempts()
-        if (episode_id, attempt) in ended
-    ]
+    has_ended = "SELECT 1 FROM episodes WHERE episode_id = ? AND attempt = ? AND state IN ('finished', 'aborted')"
+    left = [f"{key[0]}:{key[1]}" for key in Captures(folder).attempts() if db.execute(has_ended, key).fetchone()]
     return [f"captured turns of attempts that have ended: {_some(left)}"] if left else []
 
 

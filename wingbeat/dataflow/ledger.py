@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from wingbeat.core.errors import ConflictError, NotFoundError, SetupError, WingbeatError
+from wingbeat.core.files import OWNER_ONLY
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.dataflow.evaluation import EvaluationResult
 from wingbeat.dataflow.ledger_attempt_writes import AttemptWrites, WallClock, compress, pack
 from wingbeat.dataflow.ledger_backup import Backup, Stop, back_up
-from wingbeat.dataflow.ledger_connection import OWNER_ONLY
 from wingbeat.dataflow.ledger_damage import name_damage
 from wingbeat.dataflow.ledger_integrity import teach
 from wingbeat.dataflow.ledger_lineages import begin_lineage

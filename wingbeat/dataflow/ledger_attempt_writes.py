@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import zstandard
 
-from wingbeat.core.errors import EpisodeClosed
-from wingbeat.core.types import Outcome, Split
+from wingbeat.core.types import Cause, Outcome, Split
 from wingbeat.dataflow.ledger_attempts import EndRow, add_key, end_attempt, insert_begin, interrupt_running
 from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_connection import captures_folder, connect_read_only
@@ -21,10 +20,10 @@ from wingbeat.dataflow.ledger_reader import LedgerReader
 from wingbeat.dataflow.ledger_rows import (
     FinishRow,
     close_open_group,
-    group_row,
     insert_group,
     insert_samples,
     is_repeated_finish,
+    open_group_split,
     write_finish,
 )
 from wingbeat.dataflow.ledger_schema import AttemptState
@@ -70,7 +69,7 @@ class AttemptWrites(LedgerReader):
         return self._commits.submit(lambda db: add_key(db, episode_id, attempt, key_digest=key_digest))
 
     def interrupt_running(
-        self, *, keep: Collection[tuple[str, int]] = (), cause: str = "server_restart"
+        self, *, keep: Collection[tuple[str, int]] = (), cause: str = Cause.SERVER_RESTART
     ) -> Future[int]:
         """After a restart: running attempts other than ``keep`` are *interrupted*, which uses up no attempt."""
         now, kept = self._clock(), frozenset(keep)
@@ -137,9 +136,7 @@ class AttemptWrites(LedgerReader):
         def job(db: sqlite3.Connection) -> bool:
             if is_repeated_finish(db, record):
                 return False
-            split, state = group_row(db, record.group_id)
-            if state != "open":
-                raise EpisodeClosed(f"episode {record.episode_id}: its group {record.group_id} has closed")
+            split = open_group_split(db, record.group_id, episode_id=record.episode_id)
             write_finish(db, finish())
             if split is Split.TRAIN:
                 insert_samples(db, record)
@@ -161,9 +158,7 @@ class AttemptWrites(LedgerReader):
         def job(db: sqlite3.Connection) -> bool:
             if is_repeated_prepare(db, record, transaction_id=transaction_id):
                 return False
-            _, state = group_row(db, record.group_id)
-            if state != "open":
-                raise EpisodeClosed(f"episode {record.episode_id}: its group {record.group_id} has closed")
+            open_group_split(db, record.group_id, episode_id=record.episode_id)
             write_finish(db, finish())
             return True
 

@@ -14,7 +14,7 @@ import msgspec
 from wingbeat.core.errors import ConflictError, EpisodeClosed, NotFoundError
 from wingbeat.core.types import Outcome
 from wingbeat.dataflow.ledger_integrity import member_of
-from wingbeat.dataflow.ledger_rows import attempt_row, group_row, to_json
+from wingbeat.dataflow.ledger_rows import attempt_row, open_group_split, to_json
 from wingbeat.dataflow.ledger_schema import AttemptState, check_attempt
 from wingbeat.dataflow.ledger_views import RunningAttempt
 from wingbeat.dataflow.records import BeginRecord
@@ -31,8 +31,7 @@ def insert_begin(db: sqlite3.Connection, begin: BeginRecord, *, now: float) -> N
     ConflictError where it, or a later attempt, had begun before, or a prepared one may yet count.
     """
     episode_id, attempt = begin.episode_id, begin.attempt
-    if group_row(db, begin.group_id)[1] != "open":
-        raise EpisodeClosed(f"episode {episode_id}: its group {begin.group_id} has closed")
+    open_group_split(db, begin.group_id, episode_id=episode_id)
     newest = db.execute(
         "SELECT attempt, state FROM episodes WHERE episode_id = ? ORDER BY attempt DESC LIMIT 1", (episode_id,)
     ).fetchone()
@@ -74,7 +73,7 @@ def add_key(db: sqlite3.Connection, episode_id: str, attempt: int, *, key_digest
         raise NotFoundError(f"episode {episode_id} attempt {attempt} was never recorded; record_begin first")
     if row[0] not in OPEN_STATES:
         raise EpisodeClosed(f"episode {episode_id} attempt {attempt} is {row[0]}: it takes no more keys")
-    keys = [*_keys(row[1]), key_digest]
+    keys = [*msgspec.json.decode(row[1] or "[]", type=list[str]), key_digest]
     db.execute(
         "UPDATE episodes SET key_digests = ? WHERE episode_id = ? AND attempt = ?",
         (to_json(list(dict.fromkeys(keys))), episode_id, attempt),
@@ -135,11 +134,12 @@ def attempts_begun(db: sqlite3.Connection, episode_id: str) -> tuple[RunningAtte
 
 
 def _attempt(row: sqlite3.Row) -> RunningAttempt:
+    keys = msgspec.json.decode(row["key_digests"] or "[]", type=tuple[str, ...])
     return RunningAttempt(
-        begin_of(row),
+        _begin(row, key_digest=keys[-1] if keys else ""),
         member_of(AttemptState, row["state"], where="a row of table episodes"),
         created_s=row["created_s"],
-        key_digests=tuple(_keys(row["key_digests"])),
+        key_digests=keys,
         transaction_id=row["transaction_id"] or "",
         decider=row["decider"] or "",
         outcome=None if row["outcome"] is None else member_of(Outcome, row["outcome"], where="a row of table episodes"),
@@ -156,8 +156,7 @@ def begun(db: sqlite3.Connection, idempotency_key: str) -> RunningAttempt | None
     return None if row is None else _attempt(row)
 
 
-def begin_of(row: sqlite3.Row) -> BeginRecord:
-    keys = _keys(row["key_digests"])
+def _begin(row: sqlite3.Row, *, key_digest: str) -> BeginRecord:
     return BeginRecord(
         episode_id=row["episode_id"],
         attempt=row["attempt"],
@@ -167,12 +166,8 @@ def begin_of(row: sqlite3.Row) -> BeginRecord:
         code=row["code"],
         idempotency_key=row["idempotency_key"] or "",
         begin_digest=row["begin_digest"] or "",
-        key_digest=keys[-1] if keys else "",
+        key_digest=key_digest,
         policies=msgspec.json.decode(row["begin_policies"] or "{}", type=dict[str, int | None]),
         idle_timeout_s=row["idle_timeout_s"] or 0.0,
         heartbeats=bool(row["heartbeats"]),
     )
-
-
-def _keys(text: str | None) -> list[str]:
-    return msgspec.json.decode(text or "[]", type=list[str])

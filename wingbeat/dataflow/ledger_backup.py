@@ -11,8 +11,6 @@ A copy that is damaged is thrown away, and its source is what is damaged: :class
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import sqlite3
 import time
@@ -24,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from wingbeat.core.errors import LedgerCorrupt, SetupError, UnavailableError, UnknownEpisode
-from wingbeat.core.files import write_atomically
+from wingbeat.core.files import OWNER_ONLY, sha256_of, sync, write_atomically
 from wingbeat.dataflow.ledger_attempt_writes import compress
-from wingbeat.dataflow.ledger_connection import OWNER_ONLY, connect_read_only
+from wingbeat.dataflow.ledger_connection import connect_read_only
 from wingbeat.dataflow.ledger_damage import backup_of, name_damage
 from wingbeat.dataflow.ledger_erase import erase_episode, overwrite_what_goes
-from wingbeat.dataflow.ledger_integrity import SEALED, damaged_graphs, damaged_rows, teach
+from wingbeat.dataflow.ledger_integrity import page_fault, row_faults, teach
 from wingbeat.dataflow.ledger_opening import lock_ledger
 from wingbeat.dataflow.ledger_rows import close_open_group, set_meta, to_json
 from wingbeat.dataflow.ledger_schema import SampleState
@@ -119,7 +117,7 @@ def restore(path: Path, *, clock: Callable[[], float] = time.time) -> tuple[Path
     backup = backup_of(path)
     manifest = read_manifest(path)
     with lock_ledger(path) as lock:
-        if _sha256(backup) not in manifest.sha256:
+        if sha256_of(backup) not in manifest.sha256:
             raise LedgerCorrupt(
                 f"the backup {backup} is damaged, too (its checksum differs): restore it from elsewhere"
             )
@@ -130,15 +128,16 @@ def restore(path: Path, *, clock: Callable[[], float] = time.time) -> tuple[Path
             if part.exists():
                 part.rename(kept.with_name(kept.name + suffix))
         temporary = path.with_name(f".{path.name}.tmp")
-        _copy_file(backup, temporary)
+        temporary.touch(mode=OWNER_ONLY)
+        shutil.copyfile(backup, temporary)
         with closing(sqlite3.connect(temporary, isolation_level=None)) as db:
             teach(db)
             overwrite_what_goes(db)
             _forget_uncertain(db, now=clock())
             _erase_again(db, path.with_name("events.jsonl"))
-        _sync(temporary)
+        sync(temporary)
         temporary.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     return kept, manifest
 
 
@@ -182,7 +181,7 @@ def _copy(path: Path, target: Path, *, stop: Stop) -> bool:
             source.backup(copy, pages=PAGES_PER_STEP, progress=pause)
         except Stopped:
             return False
-    _sync(target)
+    sync(target)
     return True
 
 
@@ -191,26 +190,20 @@ def _verified(copy: Path, *, stop: Stop) -> dict[str, int]:
     with closing(sqlite3.connect(copy, isolation_level=None)) as db:
         teach(db)
         db.set_progress_handler(stop, 1_000_000)
-        found = [str(row[0]) for row in db.execute("PRAGMA integrity_check(5)")]
-        if found != ["ok"]:
-            raise LedgerCorrupt(f"SQLite finds: {'; '.join(found)}")
-        for table in SEALED:
-            if count := damaged_rows(db, table):
-                raise LedgerCorrupt(f"table {table}: {count} rows are not what was written (their checksums differ)")
-        if count := damaged_graphs(db):
-            raise LedgerCorrupt(f"table episodes: {count} token graphs are not what was written")
+        if fault := page_fault(db) or next(row_faults(db), ""):
+            raise LedgerCorrupt(fault)
         steps = db.execute("SELECT policy, MAX(step) FROM batches WHERE state = 'trained' GROUP BY policy").fetchall()
         return {str(policy): int(step) for policy, step in steps}
 
 
 def _replace(temporary: Path, target: Path, *, trained: dict[str, int], made_s: float) -> None:
     """At any moment the manifest names the copy that is there."""
-    manifest_path, new = target.with_suffix(".json"), _sha256(temporary)
-    old = (_sha256(target),) if target.exists() else ()
+    manifest_path, new = target.with_suffix(".json"), sha256_of(temporary)
+    old = (sha256_of(target),) if target.exists() else ()
     manifest = BackupManifest((new, *old), made_s, trained)
     write_atomically(manifest_path, msgspec.json.encode(manifest))
     temporary.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     write_atomically(manifest_path, msgspec.json.encode(msgspec.structs.replace(manifest, sha256=(new,))))
 
 
@@ -268,28 +261,3 @@ def _free_name(path: Path) -> Path:
     while (kept := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
         number += 1
     return kept
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    target.touch(mode=OWNER_ONLY)
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while block := reading.read(2**20):
-            writing.write(block)
-        writing.flush()
-        os.fsync(writing.fileno())
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from wingbeat.core.errors import UnavailableError
+from wingbeat.core.files import OWNER_ONLY
 
 FORMAT = "wingbeat-turns/1"
 SUFFIX = ".turns"
@@ -62,7 +63,7 @@ class Captures:
         Raises UnavailableError where it does not take all of it; then the file is as before.
         """
         try:
-            file = os.open(self._path(episode_id, attempt), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            file = os.open(self._path(episode_id, attempt), os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ONLY)
             try:
                 size = os.fstat(file).st_size
                 frames = _frame(turn)
@@ -190,8 +191,11 @@ def _frame_at(data: bytes, at: int) -> bytes | None:
     if at + _FRAME.size > len(data):
         return None
     size, checksum = _FRAME.unpack_from(data, at)
-    frame = data[at + _FRAME.size : at + _FRAME.size + size]
-    return frame if size and len(frame) == size and zlib.crc32(frame) == checksum else None
+    end = at + _FRAME.size + size
+    if not size or end > len(data):  # before anything is copied: damage is looked for at every byte
+        return None
+    frame = data[at + _FRAME.size : end]
+    return frame if zlib.crc32(frame) == checksum else None
 
 
 def _is_damaged(data: bytes, end: int) -> bool:

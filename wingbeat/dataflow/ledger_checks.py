@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
-from wingbeat.dataflow.ledger_integrity import SEALED, damaged_graphs, damaged_rows
+from wingbeat.dataflow.ledger_integrity import row_faults
 from wingbeat.dataflow.ledger_lineages import read_ancestry
 from wingbeat.dataflow.ledger_schema import BatchState
 
@@ -15,11 +15,7 @@ def contradictions(db: sqlite3.Connection) -> list[str]:
     problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
     broken_links = db.execute("PRAGMA foreign_key_check").fetchall()
     problems += [f"table {row[0]}: row {row[1]} refers to a missing {row[2]}" for row in broken_links]
-    for table in SEALED:
-        if count := damaged_rows(db, table):
-            problems.append(f"table {table}: {count} rows are not what was written (their checksums differ)")
-    if count := damaged_graphs(db):
-        problems.append(f"table episodes: {count} token graphs are not what was written (their checksums differ)")
+    problems += row_faults(db)
     for problem, query in _CONTRADICTIONS.items():
         (count,) = db.execute(query).fetchone()
         if count:

@@ -15,9 +15,6 @@ from wingbeat.dataflow.ledger_captures import Captures
 from wingbeat.dataflow.ledger_damage import name_damage
 from wingbeat.dataflow.ledger_integrity import require_sound, teach
 
-OWNER_ONLY = 0o600
-"""The mode of new ledgers and their copies: all that agents and people said is in them."""
-
 
 class LedgerConnection:
     """Read-only access; safe to use from several threads."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -34,8 +34,6 @@ _CONTENT: Mapping[str, tuple[str, ...]] = {
     "episodes": ("episode_id", "attempt", "group_id", "outcome", "finish_digest", "rewards", "metrics", "payload"),
 }
 """The columns that the checksum of a table's row covers; a group's covers its task, too."""
-
-SEALED = tuple(_CONTENT)
 
 Value = str | bytes | int | float | None
 
@@ -78,9 +76,27 @@ def damaged(table: str, alias: str = "") -> str:
     return f"({name}.checksum IS NOT NULL AND {name}.checksum IS NOT {_expected(table, name)})"
 
 
-def damaged_rows(db: sqlite3.Connection, table: str) -> int:
-    """How many rows of a table are not what was written."""
-    return int(db.execute(f"SELECT COUNT(*) FROM {table} WHERE {damaged(table)}").fetchone()[0])
+def page_fault(db: sqlite3.Connection) -> str:
+    """What SQLite finds wrong with the structure of a file, in words; "" where it is sound."""
+    found = [str(row[0]) for row in db.execute("PRAGMA integrity_check(5)")]
+    return "" if found == ["ok"] else f"SQLite finds: {'; '.join(found)}"
+
+
+def row_fault(db: sqlite3.Connection, table: str) -> str:
+    """How many rows of a table are not what was written, in words; "" for none."""
+    (count,) = db.execute(f"SELECT COUNT(*) FROM {table} WHERE {damaged(table)}").fetchone()
+    return f"table {table}: {count} rows are not what was written (their checksums differ)" if count else ""
+
+
+def row_faults(db: sqlite3.Connection) -> Iterator[str]:
+    """Of all tables, token graphs included."""
+    yield from filter(None, (row_fault(db, table) for table in _CONTENT))
+    (count,) = db.execute(
+        """SELECT COUNT(*) FROM episodes WHERE graph_checksum IS NOT NULL
+        AND graph_checksum IS NOT row_checksum(graph)"""
+    ).fetchone()
+    if count:
+        yield f"table episodes: {count} token graphs are not what was written (their checksums differ)"
 
 
 def require_sound(table: str, row: sqlite3.Row, *, name: str) -> None:
@@ -93,13 +109,6 @@ def require_sound(table: str, row: sqlite3.Row, *, name: str) -> None:
 def damaged_row(table: str, name: str) -> LedgerCorrupt:
     """What to raise for a row that is not what was written."""
     return LedgerCorrupt(f"table {table}: {name} is not what was written (its checksum differs)")
-
-
-def damaged_graphs(db: sqlite3.Connection) -> int:
-    """How many token graphs are not what was written."""
-    query = """SELECT COUNT(*) FROM episodes WHERE graph_checksum IS NOT NULL
-        AND graph_checksum IS NOT row_checksum(graph)"""
-    return int(db.execute(query).fetchone()[0])
 
 
 def _expected(table: str, name: str) -> str:

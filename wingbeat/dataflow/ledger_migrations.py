@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from wingbeat.core.errors import SetupError
 from wingbeat.dataflow.ledger_integrity import checksum, damaged_row, seal, teach
+from wingbeat.dataflow.ledger_rows import set_meta
 from wingbeat.dataflow.ledger_schema import SCHEMA_VERSION, TABLES
 
 Migration = Callable[[sqlite3.Connection], None]
@@ -192,10 +193,7 @@ def migrate(
         while version < latest:
             migrations[version](connection)
             version += 1
-        connection.execute(
-            "INSERT OR REPLACE INTO meta VALUES ('schema_version', ?, ?)",
-            (str(version), checksum("schema_version", str(version))),
-        )
+        set_meta(connection, "schema_version", str(version))
         connection.execute("COMMIT")
     finally:
         if connection.in_transaction:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from wingbeat.core.errors import LedgerCorrupt, SetupError
 from wingbeat.dataflow.ledger_damage import backup_of, is_damage
 from wingbeat.dataflow.ledger_erase import overwrite_what_goes
-from wingbeat.dataflow.ledger_integrity import damaged_rows
+from wingbeat.dataflow.ledger_integrity import page_fault, row_fault
 from wingbeat.dataflow.ledger_rows import set_meta
 from wingbeat.dataflow.ledger_schema import TABLES, BatchState, SampleState
 from wingbeat.dataflow.ledger_views import RunMeta
@@ -128,7 +128,7 @@ def _integrity_check(db: sqlite3.Connection, path: Path, *, started: float) -> b
 
     db.set_progress_handler(tick, _STEPS_PER_TICK)
     try:
-        found = [str(row[0]) for row in db.execute("PRAGMA integrity_check(5)")]
+        fault = page_fault(db)
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
             raise
@@ -136,8 +136,8 @@ def _integrity_check(db: sqlite3.Connection, path: Path, *, started: float) -> b
         return False
     finally:
         db.set_progress_handler(None, 0)
-    if found != ["ok"]:
-        raise LedgerCorrupt(f"SQLite finds: {'; '.join(found)}")
+    if fault:
+        raise LedgerCorrupt(fault)
     return True
 
 
@@ -156,8 +156,8 @@ def check_rows(db: sqlite3.Connection, *, is_whole: bool) -> None:
             if state not in states:
                 raise LedgerCorrupt(f"table {table}: a row is in the state {state!r}, expected {', '.join(states)}")
     for table in ("meta", "lineages", *(("groups", "samples") if is_whole else ())):
-        if count := damaged_rows(db, table):
-            raise LedgerCorrupt(f"table {table}: {count} rows are not what was written (their checksums differ)")
+        if fault := row_fault(db, table):
+            raise LedgerCorrupt(fault)
 
 
 def _layout(db: sqlite3.Connection) -> set[str]:

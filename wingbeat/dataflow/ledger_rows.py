@@ -66,6 +66,14 @@ def group_row(db: sqlite3.Connection, group_id: str) -> tuple[Split, str]:
     return Split(row[0]), str(row[1])
 
 
+def open_group_split(db: sqlite3.Connection, group_id: str, *, episode_id: str) -> Split:
+    """The split of a group that an episode may still count in.  Raises NotFoundError or EpisodeClosed."""
+    split, state = group_row(db, group_id)
+    if state != "open":
+        raise EpisodeClosed(f"episode {episode_id}: its group {group_id} has closed")
+    return split
+
+
 def close_open_group(db: sqlite3.Connection, group_id: str, *, reason: str | None, now: float) -> bool:
     """False: it was closed before.  Attempts that still run in it end.  Raises ConflictError for a prepared member."""
     group_row(db, group_id)

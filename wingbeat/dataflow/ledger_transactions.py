@@ -16,18 +16,16 @@ from dataclasses import replace
 
 import msgspec
 
-from wingbeat.core.errors import ConflictError, EpisodeClosed, IdempotencyConflict
-from wingbeat.core.types import Outcome, Split
+from wingbeat.core.errors import ConflictError, IdempotencyConflict
+from wingbeat.core.types import Cause, Outcome, Split
 from wingbeat.dataflow.ledger_decoding import rebase, record_of
 from wingbeat.dataflow.ledger_lineages import read_ancestry
-from wingbeat.dataflow.ledger_rows import check_successors, group_row, insert_samples
+from wingbeat.dataflow.ledger_rows import check_successors, insert_samples, open_group_split
 from wingbeat.dataflow.ledger_schema import AttemptState, check_attempt
 from wingbeat.dataflow.ledger_views import InDoubt
 from wingbeat.dataflow.records import EpisodeRecord
 
 COMMIT, ABORT = "commit", "abort"
-
-TRANSACTION_ABORTED = "transaction_aborted"
 
 
 def is_repeated_prepare(db: sqlite3.Connection, record: EpisodeRecord, *, transaction_id: str) -> bool:
@@ -72,18 +70,18 @@ def decide(db: sqlite3.Connection, transaction_id: str, *, commit: bool, now: fl
         "SELECT episode_id, attempt, state FROM episodes WHERE transaction_id = ? ORDER BY rowid", (transaction_id,)
     ).fetchall()
     for episode_id, attempt, state in rows:
-        if state == AttemptState.PREPARED:
-            (_commit if commit else _abort)(db, episode_id, attempt, now)
+        if state == AttemptState.PREPARED and commit:
+            _commit(db, episode_id, attempt)
+        elif state == AttemptState.PREPARED:
+            _abort(db, episode_id, attempt, now=now)
     return tuple((episode_id, attempt) for episode_id, attempt, _ in rows)
 
 
-def _commit(db: sqlite3.Connection, episode_id: str, attempt: int, now: float) -> None:
-    del now  # a finish bears the time at which it was prepared
+def _commit(db: sqlite3.Connection, episode_id: str, attempt: int) -> None:
+    """The finish keeps the time at which it was prepared."""
     record = read_record(db, episode_id, attempt)
     assert record is not None  # it is prepared
-    split, group_state = group_row(db, record.group_id)
-    if group_state != "open":
-        raise EpisodeClosed(f"episode {episode_id}: its group {record.group_id} has closed")
+    split = open_group_split(db, record.group_id, episode_id=episode_id)
     db.execute("UPDATE episodes SET state = 'finished' WHERE episode_id = ? AND attempt = ?", (episode_id, attempt))
     if split is Split.TRAIN:
         (lineages,) = db.execute(
@@ -92,12 +90,12 @@ def _commit(db: sqlite3.Connection, episode_id: str, attempt: int, now: float) -
         insert_samples(db, record, lineages=msgspec.json.decode(lineages, type=dict[str, int]))
 
 
-def _abort(db: sqlite3.Connection, episode_id: str, attempt: int, now: float) -> None:
+def _abort(db: sqlite3.Connection, episode_id: str, attempt: int, *, now: float) -> None:
     db.execute(
         """UPDATE episodes SET state = 'aborted', outcome = ?, cause = ?, message = 'its transaction was aborted',
             finished_s = ?, payload = NULL, graph = NULL, checksum = NULL, graph_checksum = NULL
         WHERE episode_id = ? AND attempt = ?""",
-        (Outcome.CLIENT, TRANSACTION_ABORTED, now, episode_id, attempt),
+        (Outcome.CLIENT, Cause.TRANSACTION_ABORTED, now, episode_id, attempt),
     )
 
 

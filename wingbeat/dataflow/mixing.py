@@ -52,16 +52,21 @@ def choose(claims: Sequence[Claim], *, among: Sequence[str], slack: float | None
     it is ahead by less than 1.
     """
     total = math.fsum(claim.weight for claim in claims)
-    bound = math.inf if slack is None else max(1.0, slack / max(1, len(claims) - 1))
     leads = ahead(claims)
     allowed = [
         claim
         for claim in claims
         if claim.name in among
-        # a group raises a source's lead by 1, less what the group adds to its share
-        and leads[claim.name] + 1 - claim.weight / total <= bound + _ROUNDING
+        and may_lead(leads[claim.name], share=claim.weight / total, num_claims=len(claims), slack=slack)
     ]
     return min(allowed, key=lambda claim: (claim.pass_, claim.name)).name if allowed else None
+
+
+def may_lead(lead: float, *, share: float, num_claims: int, slack: float | None) -> bool:
+    """Whether one of so many claims, which is ``lead`` groups ahead of its ``share``, may have another group."""
+    bound = math.inf if slack is None else max(1.0, slack / max(1, num_claims - 1))
+    # a group raises a lead by 1, less what the group adds to the share
+    return lead + 1 - share <= bound + _ROUNDING
 
 
 def check_ratios(ratios: Mapping[str, float], *, sources: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from wingbeat.core.errors import RequestError
 from wingbeat.core.ports import Clock
 from wingbeat.core.types import NO_VARIANT, Variant
+from wingbeat.dataflow.mixing import SUM_TOLERANCE, may_lead
 
 SLACK = 2.0
 """Groups that a label may be behind its share while all compete, or by one less than there are labels."""
@@ -29,7 +30,6 @@ MAX_OWED = 8.0
 MAX_REFUNDS = 64
 """Groups in a row that did not count and that their label may repeat: of a label that earns nothing there is an end."""
 REMEMBERED = 10_000
-SUM_TOLERANCE = 1e-6
 
 
 class Asker(NamedTuple):
@@ -198,8 +198,7 @@ class VariantMix:
             return not any(share > 0 for share in shares.values())
         total = math.fsum(self._accounts[name].ahead for name in shares)
         ahead = self._accounts[label].ahead - shares[label] * total
-        # what one label lacks the others are ahead, so this bounds how far each may be behind (as in `mixing`)
-        return ahead + 1 - shares[label] <= max(1.0, SLACK / max(1, len(shares) - 1)) + 1e-9
+        return may_lead(ahead, share=shares[label], num_claims=len(shares), slack=SLACK)
 
     def _enter(self, asking: str, competing: Collection[str]) -> dict[str, float]:
         """The shares of those that compete with whoever asks; who was away may catch up on a few groups only."""

@@ -30,9 +30,8 @@ def check_exposure(config: Config, config_dir: Path, *, resume: Path | None = No
     """
     server = config.server
     runs = resume.absolute().parent if resume is not None else Path(config.run.dir).expanduser().absolute()
-    named = None if server.keys_file is None else str(config_dir / Path(server.keys_file).expanduser())
-    file = KeyFile(key_file_path(named, runs=runs))
-    if named is not None and file.stamp() is None:
+    file = KeyFile(key_file_path(server.keys_file, runs=runs, folder=config_dir))
+    if server.keys_file is not None and file.stamp() is None:
         raise ConfigError(
             f"server.keys_file: no file {file.path}; `wingbeat keys create admin --file {file.path}` makes one"
         )

@@ -29,7 +29,7 @@ from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
 from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
 from wingbeat.deploy.paths import absolute_paths
-from wingbeat.deploy.run_keys import RunKeys
+from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
@@ -140,11 +140,8 @@ class Supervisor:
             self._lock.close()
 
     def _write_config(self) -> None:
-        write_atomically(self.run_dir / "config.toml", dump_toml(self._stored()).encode(), mode=OWNER_ONLY)
-
-    def _stored(self) -> Config:
-        """The configuration as files may hold it."""
-        return self.config.model_copy(update={"server": self.config.server.without_keys()})
+        stored = dump_toml(without_plain_keys(self.config))
+        write_atomically(self.run_dir / "config.toml", stored.encode(), mode=OWNER_ONLY)
 
     async def _accept(self) -> None:
         """Keep a continued run's settings once control and every trainer took them.
@@ -196,7 +193,7 @@ class Supervisor:
 
     async def _resolved(self) -> dict[str, Any]:
         """The configuration as JSON data, with the folders of the models that trainers load besides their policy's."""
-        data = self._stored().model_dump(mode="json")
+        data = without_plain_keys(self.config).model_dump(mode="json")
         for name, policy in self.config.policies.items():
             for key in OTHER_MODELS if policy.trainable else ():
                 source = getattr(policy.trainer, key)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from wingbeat.core.config import Config
 from wingbeat.core.keys import ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, WORKER_KEY_VARIABLE, hashed
 
 
@@ -39,3 +40,8 @@ class RunKeys:
     def of_worker(self) -> Mapping[str, str]:
         """Environment of an engine or a trainer."""
         return {WORKER_KEY_VARIABLE: self.worker}
+
+
+def without_plain_keys(config: Config) -> Config:
+    """The configuration as files and logs may hold it, with hashes in place of keys."""
+    return config.model_copy(update={"server": config.server.without_keys()})

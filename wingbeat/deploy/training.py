@@ -16,6 +16,7 @@ from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.files import write_atomically
+from wingbeat.core.keys import KEY_VARIABLE
 from wingbeat.dataflow.evaluation import EvaluationResult, PairedDifference, paired_difference
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.deploy.checks import check_agents, check_exposure, check_trains
@@ -226,7 +227,7 @@ def agent_specs(config: Config, *, url: str, key: str, run_dir: Path) -> list[Ch
 
     The key goes through the environment, since others can read command lines.
     """
-    environment = {"OMP_NUM_THREADS": "1", "WINGBEAT_KEY": key}
+    environment = {"OMP_NUM_THREADS": "1", KEY_VARIABLE: key}
     specs: list[ChildSpec] = []
     for name, agent in config.running_agents.items():
         command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", str(agent.path), "--server", url]

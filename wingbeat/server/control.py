@@ -1,9 +1,12 @@
 """Control as a whole: wires the parts, admits workers, runs the background tasks.
 
 TaskGroup
-  ├─ one step loop per trainable policy          (policies.py)
-  ├─ the reaper: lapsed leases, silent episodes   (rollouts.py)
-  └─ the director: evaluation before, during and after training; completion
+  ├─ one step loop per trainable policy                                      (policies/step_loop.py)
+  ├─ the reaper: lapsed leases, silent episodes, undecided transactions, keys (below)
+  ├─ the director: evaluation before, during and after training; completion  (director.py)
+  ├─ copies of policies that train, for self-play                             (policies/snapshots.py)
+  ├─ copies of the ledger                                                     (ledger_watch.py)
+  └─ collected conversations: idle ones, and those that get no feedback       (collect/collecting.py)
 """
 
 from __future__ import annotations

@@ -49,15 +49,11 @@ class Quota:
         self._refused = refused
         self._help = help
         self._held: Counter[str] = Counter()
-        self._num_held = 0
+        self.num_held = 0
+        """By all."""
 
     def held(self, client: str) -> int:
         return self._held[client]
-
-    @property
-    def num_held(self) -> int:
-        """By all."""
-        return self._num_held
 
     def room(self, client: str) -> int:
         """How many more this client may have.
@@ -65,11 +61,11 @@ class Quota:
         Where all together have too many, those that hold less than an equal part may still fill theirs up, until
         all have twice as much: many greedy clients must not shut the others out, nor fill the memory.
         """
-        held = self._held.get(client, 0)
+        held = self.held(client)
         own = self._limit - held
         if self._total is None:
             return own
-        left = self._total - self._num_held
+        left = self._total - self.num_held
         if own <= left:
             return own
         num_clients = len(self._held) + (client not in self._held)
@@ -86,12 +82,12 @@ class Quota:
                 f"this takes {count} {self._what}, and one client may have {self._limit} (limits.{self._name}):"
                 " ask for less at once"
             )
-        held = self._held.get(client, 0)
+        held = self.held(client)
         if held + count > self._limit:
             bound = f"{called(client)} has {held} of {self._limit} {self._what} (limits.{self._name})"
         else:
             bound = (
-                f"all clients together have {self._num_held} of {self._total} {self._what}"
+                f"all clients together have {self.num_held} of {self._total} {self._what}"
                 f" (limits.total_{self._name}), {called(client)} {held} of them"
             )
         raise LimitReached(f"{bound}: {self._help}", retry_after_s=1.0)
@@ -104,11 +100,11 @@ class Quota:
     def add(self, client: str, count: int = 1) -> None:
         """Take without asking: what was there before this process, or was asked for just now."""
         self._held[client] += count
-        self._num_held += count
+        self.num_held += count
 
     def give(self, client: str, count: int = 1) -> None:
         """Give back."""
-        self._num_held -= count
+        self.num_held -= count
         left = self._held[client] - count
         if left:
             self._held[client] = left

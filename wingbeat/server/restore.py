@@ -7,9 +7,11 @@ restored an older checkpoint is sent the logged batches that follow it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from wingbeat.dataflow.ledger_schema import AttemptState
+from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.episodes.recovery import record_interruption, recover_episodes, take_up
 from wingbeat.server.episodes.sources import load_sources
 from wingbeat.server.variants.variants import told_apart
@@ -31,9 +33,10 @@ def restore_run(control: Control) -> None:
         if not host.config.trainable:
             continue
         host.restore(version=trained.get(host.name, 0))
-    _close_evaluations(control)
-    recovery = recover_episodes(control)
-    open_groups = ledger.open_groups()
+    specs = {group.spec.id: group.spec for group in ledger.open_groups()}
+    _close_evaluations(control, specs.values())
+    recovery = recover_episodes(control, specs)
+    open_groups = ledger.open_groups()  # as those that ended left them
     control.rollouts.client_groups.restore(group.spec.id for group in open_groups)
     for group in open_groups:
         control.book.restore(group.spec, slots=told_apart(group.spec, group.slots))
@@ -44,12 +47,12 @@ def restore_run(control: Control) -> None:
         control.events.emit("resumed", versions={h.name: h.version for h in control.policies.values()})
 
 
-def _close_evaluations(control: Control) -> None:
+def _close_evaluations(control: Control, open_groups: Iterable[GroupSpec]) -> None:
     """Evaluations end with the server, and so do the attempts in their groups; a prepared finish keeps its group."""
     ledger = control.ledger
     attempts = ledger.running_attempts()
     waiting = {attempt.begin.group_id for attempt in attempts if attempt.state is AttemptState.PREPARED}
-    ending = [g.spec.id for g in ledger.open_groups() if g.spec.evaluation_id and g.spec.id not in waiting]
+    ending = [group.id for group in open_groups if group.evaluation_id and group.id not in waiting]
     why = "its evaluation ended with the server"
     ends = [
         record_interruption(ledger, attempt.begin, why)

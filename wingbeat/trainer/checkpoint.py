@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.files import sha256_of, sync
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ _TENSORS = "state.safetensors"
 _SCALARS = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
-_HASH_BLOCK_BYTES = 2**20
 
 
 class Checkpointable(Protocol):
@@ -112,7 +112,7 @@ class CheckpointStore:
             os.rename(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        _sync(self._directory)
+        sync(self._directory)
         self._prune(step)
         return target
 
@@ -150,19 +150,19 @@ class CheckpointStore:
 def _write(trainer: Checkpointable, folder: Path, *, lineage: int) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.state_tensors().items()}
     save_file(tensors, folder / _TENSORS)
-    _sync(folder / _TENSORS)
+    sync(folder / _TENSORS)
     scalars = {
         "format": FORMAT,
         "step": trainer.step,
         "lineage": lineage,
-        "files": {_TENSORS: {"sha256": _sha256(folder / _TENSORS), "size": (folder / _TENSORS).stat().st_size}},
+        "files": {_TENSORS: {"sha256": sha256_of(folder / _TENSORS), "size": (folder / _TENSORS).stat().st_size}},
     }
     scalars["seal"] = _seal(scalars)
     with (folder / _SCALARS).open("w", encoding="utf-8") as file:
         json.dump(scalars, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync(folder)
 
 
 def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
@@ -193,7 +193,7 @@ def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
         size = (path / _TENSORS).stat().st_size
         if size != wanted_size:
             raise DamagedCheckpoint(f"{_TENSORS}: expected {wanted_size} bytes, got {size}")
-        if _sha256(path / _TENSORS) != wanted_sha:
+        if sha256_of(path / _TENSORS) != wanted_sha:
             raise DamagedCheckpoint(f"{_TENSORS}: the checksum differs from the one written")
         return load_file(path / _TENSORS), lineage
     except (OSError, SafetensorError) as error:
@@ -202,20 +202,3 @@ def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
 
 def _seal(scalars: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(scalars, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Make a file or folder entry durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Heartbeat, Register, Role, Shutdown
 from wingbeat.weights.host import host_id
 from wingbeat.workers.link import Inbound, WorkerLink
-
-WORKER_KEY_VARIABLE = "WINGBEAT_WORKER_KEY"
 
 logger = logging.getLogger(__name__)
 

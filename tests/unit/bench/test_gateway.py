@@ -11,8 +11,8 @@ import pytest
 
 from bench.conversations import LATER_TURNS, Conversation, replies
 from bench.gateway_report import WARM_UP, Cell, Figures, report
-from bench.gateway_targets import cpu_seconds
 from bench.http_load import Connection, http_request
+from bench.machine import cpu_seconds
 
 
 class PieceServer:

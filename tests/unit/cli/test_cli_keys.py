@@ -61,6 +61,8 @@ def test_the_file_is_the_options_or_the_configurations(folder: Path) -> None:
         (("create", "client", "--expires", "soon"), "such as 45m, 12h, 30d or 8w"),
         (("create", "client", "--train"), "are of collect keys"),
         (("create", "collect", "--train", "--no-record"), "cannot train"),
+        (("create", "client", "--name", "a" * 65, "--server", "http://127.0.0.1:9"), "`name`: "),
+        (("create", "client", "--name", "a" * 65), "`name`: "),
         (("revoke", "key-000000000000"), "no key 'key-000000000000'"),
         (("revoke", "../x", "--server", "http://127.0.0.1:9"), "expected the id of a key"),
         (("list", "--config", "none.toml"), "no configuration file"),

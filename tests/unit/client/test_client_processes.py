@@ -122,6 +122,21 @@ def test_a_signal_to_the_parent_stops_the_children(server: Any, agent_file: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_second_signal_aborts_at_once(server: Any, agent_file: Path, count: int) -> None:
+    server.add_leases(2 * count)
+    server.stop_when_empty = False
+    process = start(agent_file, server, processes=count, mode="stuck", grace_s=600)
+    server.wait_for(lambda: len(server.records) == 2 * count, 60)
+    process.send_signal(signal.SIGINT)
+    server.wait_for(lambda: sum(body["leaving"] for body in server.released) == count, 20)
+    assert not server.in_state("aborted")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, f"0 {2 * count}"), err
+
+
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_counts_once(server: Any, agent_file: Path) -> None:
     server.add_leases(4)
     server.stop_when_empty = False

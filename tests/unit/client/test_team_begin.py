@@ -42,7 +42,6 @@ class Server:
 
     def __init__(self, name: str, room: int, rng: random.Random, *, flaky: bool = False) -> None:
         self.url = f"http://{name}:1"
-        self.client_id = "test"
         self.room = room
         self.rng = rng
         self.flaky = flaky
@@ -61,7 +60,7 @@ class Swarm:
 
     def __init__(self, server: Server, team: str) -> None:
         self.server, self.team = server, team
-        self.url, self.client_id = server.url, team
+        self.url = server.url
 
     async def begin(self, **options: Any) -> Trial:
         server = self.server
@@ -230,6 +229,31 @@ def test_while_another_server_is_away_the_team_asks_seldom_and_for_one_lease() -
     assert number == [8, *[1] * 39]
     pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
     assert 1.0 < sum(pauses[10:]) / len(pauses[10:]) < 5.0  # of up to 5 s, at random
+
+
+def test_all_servers_hear_of_the_version_that_a_lease_was_dealt_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    said: list[tuple[str, str, str]] = []
+    real = Swarm.begin
+
+    async def begin(self: Swarm, **options: Any) -> Trial:
+        said.append((self.url, options["label"], options["code"]))
+        return await real(self, **options)
+
+    async def deal(max_leases: int, **options: Any) -> LeaseReply:
+        assert options == {"sources": ["s"], "label": "mine", "code": "ab" * 32, "instance": "1"}
+        return LeaseReply(leases=[lease()])
+
+    monkeypatch.setattr(Swarm, "begin", begin)
+    team: Any = AsyncTeam({n: Server(n, 1, rng).of("t") for n in ("east", "west")}, rng=rng)  # pyright: ignore
+    team.swarms["east"].lease = deal
+
+    async def work() -> None:
+        (one,) = (await team.lease(sources=["s"], label="mine", code="ab" * 32, instance="1")).leases
+        await team.begin(lease=one)
+
+    run(work())
+    assert sorted(said) == [(f"http://{name}:1", "mine", "ab" * 32) for name in ("east", "west")]
 
 
 def test_a_lease_that_another_server_will_never_take_uses_up_a_try() -> None:

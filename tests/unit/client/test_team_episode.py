@@ -34,7 +34,6 @@ class Server:
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name, self.log = name, log
         self.url = f"http://{name}:1"
-        self.client_id = "test"
         self.refuses: Exception | None = None
         self.decision_fails: list[Exception] = []
 

@@ -127,6 +127,15 @@ def test_interrupted_attempts_keep_their_turns(ledger, open_ledger):
     assert again.captured_turns("g-0", 1) == (b"turn",)
 
 
+def test_an_attempt_that_goes_on_has_all_its_whole_turns(ledger, tmp_path):
+    for turn in (b"one", b"two"):
+        ledger.capture_turn("g-0", 1, turn)
+    assert ledger.recover_turns("g-0", 1) == (b"one", b"two")
+    (path,) = (tmp_path / "turns").iterdir()
+    os.truncate(path, path.stat().st_size - 1)
+    assert ledger.recover_turns("g-0", 1) == (b"one",)
+
+
 def test_what_a_kill_left_of_an_ended_attempt_is_swept(ledger, open_ledger, make, tmp_path):
     ledger.record_finish(make.record("g-0")).result()
     Captures(tmp_path / "turns").append("g-0", 1, b"turn")  # the kill came between record and removal

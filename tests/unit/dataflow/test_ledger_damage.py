@@ -128,6 +128,29 @@ def test_writes_to_a_damaged_ledger_fail_by_name(whole, open_ledger, make):
         ledger.back_up()
 
 
+def test_a_damaged_token_graph_is_found_by_whoever_looks(whole, open_ledger):
+    path, expected = whole
+    ledger = open_ledger()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE episodes SET graph = x'00' WHERE episode_id = 'g0-0'")
+    db.close()
+    assert what_trains(ledger) == expected, "graphs do not train"
+    with pytest.raises(LedgerCorrupt, match="the token graph of episode g0-0 attempt 1"):
+        ledger.episode("g0-0")
+    assert any("1 token graphs" in problem for problem in ledger.verify())
+    with pytest.raises(LedgerCorrupt, match="1 token graphs"):
+        ledger.back_up()
+
+
+def test_a_row_that_a_run_goes_on_from_is_checked_at_the_start(whole, open_ledger):
+    path, _ = whole
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE lineages SET base_step = 0")
+    db.close()
+    with pytest.raises(LedgerCorrupt, match="table lineages: 1 rows are not what was written"):
+        open_ledger()
+
+
 def test_a_backup_is_made_while_the_run_writes_and_restores_it(whole, open_ledger, make):
     path, expected = whole
     ledger = open_ledger()

@@ -13,7 +13,7 @@ from wingbeat.core.errors import ConfigError, NotFoundError, SetupError
 from wingbeat.core.keys import digest, hashed
 from wingbeat.deploy.checks import check_exposure
 from wingbeat.deploy.paths import absolute_paths
-from wingbeat.deploy.run_keys import RunKeys
+from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
 from wingbeat.deploy.training import agent_specs
 from wingbeat.server.keys.file import KeyFile, NewKey
 from wingbeat.server.keys.principals import Role
@@ -80,7 +80,7 @@ def test_a_server_does_not_open_because_its_key_file_is_gone(tmp_path: Path) -> 
 def test_configurations_show_no_key(tmp_path: Path) -> None:
     config = config_of(tmp_path, admin_key=KEY, worker_key="a-plain-key-of-workers")
     assert KEY not in repr(config) and KEY not in str(config.server)
-    stored = config.model_copy(update={"server": config.server.without_keys()})
+    stored = without_plain_keys(config)
     text = dump_toml(stored)
     assert "a-plain-key" not in text and f'admin_key = "sha256:{digest(KEY)}"' in text
     (tmp_path / "config.toml").write_text(text)

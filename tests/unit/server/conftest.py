@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from wingbeat.core.config import Config, PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
-from wingbeat.core.types import Outcome, SamplingParams, Split, Task
+from wingbeat.core.types import FinishReason, Outcome, SamplingParams, Split, Task
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     ControlMessage,
@@ -41,13 +42,13 @@ from wingbeat.dataflow.ledger_views import RunMeta
 from wingbeat.dataflow.operators import build_chain
 from wingbeat.dataflow.records import BeginRecord, EpisodeRecord, GroupSpec
 from wingbeat.dataflow.step_rule import StepRule
+from wingbeat.server.assembly import make_finishing, make_teams, make_variants
 from wingbeat.server.calls.flights import EngineLink
 from wingbeat.server.calls.gateway import Gateway
 from wingbeat.server.collect.conversations import CollectedEpisode
 from wingbeat.server.collect.setup import make_collecting
 from wingbeat.server.episodes.endings import Endings
 from wingbeat.server.episodes.evaluations import EvaluationParts, Evaluations
-from wingbeat.server.episodes.finishing import Finishing, FinishingParts
 from wingbeat.server.episodes.recovery import dump_noted_turn
 from wingbeat.server.episodes.registry import EpisodeRegistry, OpenEpisode
 from wingbeat.server.episodes.rollout_parts import RolloutParts
@@ -58,11 +59,10 @@ from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies.host import HostContext, PolicyHost
 from wingbeat.server.restore import restore_run
 from wingbeat.server.signals import Changed, OverlapMeter
-from wingbeat.server.teams.teams import TeamParts, Teams
 from wingbeat.server.teams.transactions import TransactionState
-from wingbeat.server.variants.variants import VariantParts, Variants
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK
+from wingbeat.tracking.messages import Message
 from wingbeat.tracking.template import ChatTemplate
 from wingbeat.tracking.turns import Turn
 
@@ -213,25 +213,15 @@ class Desk:
     """Where weights of agent versions are kept."""
 
     def __post_init__(self) -> None:
+        control: Any = self
+        self.deciders = SimpleNamespace(ask=self.ask_decider)
         self.events.subscribe(self.log.append)
         shared = (self.policies, self.dealer, self.ledger, self.events, self.changed, self.writes.append)
         self.evaluations = Evaluations(EvaluationParts(*shared))
         self.endings = Endings(self.metrics)
         self.limits = Limits(self.config.limits, metrics=self.metrics, clock=self.clock)
         self.registry.on_add = self.limits.began
-        self.variants = Variants(
-            VariantParts(
-                config=self.config,
-                run_dir=self.folder,
-                book=self.book,
-                evaluations=self.evaluations,
-                events=self.events,
-                changed=self.changed,
-                meter=self.metrics.agents,
-                open_episodes=self.registry.open_episodes,
-                clock=self.clock,
-            )
-        )
+        self.variants = make_variants(control)
         self.rollouts = Rollouts(
             RolloutParts(
                 config=self.config,
@@ -254,43 +244,10 @@ class Desk:
                 endings=self.endings,
             )
         )
-        self.finishing = Finishing(
-            FinishingParts(
-                policies=self.policies,
-                book=self.book,
-                ledger=self.ledger,
-                registry=self.registry,
-                evaluations=self.evaluations,
-                engines=self.engines,
-                events=self.events,
-                metrics=self.metrics,
-                changed=self.changed,
-                watch=self.writes.append,
-                on_closed=self.rollouts.client_groups.close,
-                on_settled=self.rollouts.issuer.settled,
-                variants=self.variants,
-                endings=self.endings,
-            )
-        )
+        self.finishing = make_finishing(control)
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self.capture)
-        self.teams = Teams(
-            TeamParts(
-                policies=self.policies,
-                finishing=self.finishing,
-                book=self.book,
-                ledger=self.ledger,
-                registry=self.registry,
-                events=self.events,
-                metrics=self.metrics,
-                watch=self.writes.append,
-                peers=frozenset(self.config.server.peers),
-                timeout_s=self.config.server.transaction_timeout_s,
-                ask=self.ask_decider,
-                clock=self.clock,
-            )
-        )
-
-        self.collecting = make_collecting(self, KeyRing.of(None, "worker-key"), wall=self.clock)  # pyright: ignore[reportArgumentType]
+        self.teams = make_teams(control)
+        self.collecting = make_collecting(control, KeyRing.of(None, "worker-key"), wall=self.clock)
 
     async def ask_decider(self, decider: str, transaction_id: str, presume: bool) -> TransactionState | None:
         """Another server, as the test says."""
@@ -316,6 +273,35 @@ class Desk:
     @property
     def solver(self) -> PolicyHost:
         return self.policies["solver"]
+
+    def take_turn(
+        self,
+        episode: OpenEpisode,
+        agent: str = "",
+        *,
+        policy: str = "solver",
+        version: int = 0,
+        logprobs: tuple[float, float] = (-1.0, -2.0),
+    ) -> str:
+        """One of two sampled tokens, as the gateway commits it; its id."""
+        plan = episode.graph.resolve(
+            policy=policy,
+            agent=agent,
+            messages=[Message("user", f"hi {agent}")],
+            tools=None,
+            template=self.policies[policy].template,
+        )
+        turn = episode.graph.commit(
+            plan,
+            turn_id=episode.new_turn_id(),
+            token_ids=np.array([5, 6], np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=((version, 2),),
+            temperature=1.0,
+            finish_reason=FinishReason.STOP,
+            reply=Message("assistant", "yes"),
+        )
+        return turn.turn_id
 
     def check_writes(self) -> None:
         """Every ledger write so far succeeded."""

@@ -285,6 +285,18 @@ async def test_too_many_conversations_make_room(open_shop: Any) -> None:
     assert len(shop.store.book) == 0
 
 
+async def test_what_comes_back_calls_the_policies_that_there_are_now(open_shop: Any) -> None:
+    shop = open_shop()
+    headers = {"x-wingbeat-conversation": "ticket"}
+    first = await shop.call(say("hi"), headers=headers)
+    conversation = shop.store.book.get(first.episode)
+    shop.store.unload(conversation)
+    conversation.policies = ("solver", "gone")  # as its server was configured then
+    gone = await shop.call(say("hi"), headers=headers, model="gone", says=None)
+    assert gone.status == 404 and "gone" in gone.body["error"]["message"]
+    assert (await shop.call(say("hi"), headers=headers)).episode == first.episode
+
+
 async def test_what_a_killed_server_leaves_is_taken_up(open_shop: Any, restart_desk: Any) -> None:
     shop = open_shop()
     first = await shop.call(say("hi"), headers={"x-wingbeat-conversation": "a"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,10 +19,9 @@ from wingbeat.core.errors import (
     WingbeatError,
 )
 from wingbeat.core.protocol import AbortRequest, BeginRequest, FinishRequest, LeaseRequest
-from wingbeat.core.types import OUTCOME_OF, REPORTABLE, UNSAID, Cause, FinishReason, Outcome, Split, Task
+from wingbeat.core.types import OUTCOME_OF, REPORTABLE, UNSAID, Cause, Outcome, Split, Task
 from wingbeat.server.episodes.endings import fault_of_call
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
-from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]
 
@@ -37,19 +35,7 @@ async def begun(desk: Any, count: int) -> list[OpenEpisode]:
     for lease in leases:
         request = BeginRequest(idempotency_key=lease.lease_id, lease_id=lease.lease_id)
         episode = desk.episode((await desk.rollouts.begin(request, base_url="")).episode_id)
-        plan = episode.graph.resolve(
-            policy="solver", agent="", messages=[Message("user", "hi")], tools=None, template=desk.solver.template
-        )
-        episode.graph.commit(
-            plan,
-            turn_id=episode.new_turn_id(),
-            token_ids=np.array([5, 6], np.int32),
-            logprobs=np.array([-1.0, -2.0], np.float32),
-            versions=((0, 2),),
-            temperature=1.0,
-            finish_reason=FinishReason.STOP,
-            reply=Message("assistant", "yes"),
-        )
+        desk.take_turn(episode)
         found.append(episode)
     return found
 

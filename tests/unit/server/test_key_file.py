@@ -61,6 +61,17 @@ def test_what_does_not_fit_is_refused(wanted: NewKey, told: str, tmp_path: Path)
     assert file.read() == ()
 
 
+def test_asked_over_http_it_is_the_same_key() -> None:
+    for wanted in (
+        NewKey(Role.CLIENT, name="laptop", expires_s=60.0),
+        NewKey(Role.COLLECT, train=True, policies=("solver", "judge")),
+        NewKey(Role.COLLECT, record=False),
+    ):
+        assert NewKey.of(wanted.request()) == wanted
+    with pytest.raises(RequestError, match=r"`name`: .* at most 64 characters"):
+        NewKey(Role.CLIENT, name="x" * 65).request()
+
+
 def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json")
     file.create(NewKey(Role.ADMIN))
@@ -106,3 +117,4 @@ def test_programs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_where_it_is() -> None:
     assert key_file_path(None, runs=Path("/a/runs")) == Path("/a/runs/keys.json")
     assert key_file_path("/b/k.json", runs=Path("/a/runs")) == Path("/b/k.json")
+    assert key_file_path("k.json", runs=Path("/a/runs"), folder=Path("/c")) == Path("/c/k.json")

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from wingbeat.core.protocol import BeginRequest, FinishRequest, GroupModel, LeaseRequest, TaskModel
-from wingbeat.core.types import FinishReason, Outcome, Split
+from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.operators import build_chain
-from wingbeat.tracking.messages import Message
 
 pytestmark = pytest.mark.unit
 
@@ -55,30 +53,10 @@ async def _play(desk: Any, begins: list[BeginRequest], rewards: tuple[float, ...
     episodes = [desk.episode((await desk.rollouts.begin(b, base_url="http://here/v1")).episode_id) for b in begins]
     for episode, reward in zip(episodes, rewards, strict=True):
         for policy in episode.policies:
-            take_turn(desk, episode, policy, logprob=logprob)
+            desk.take_turn(episode, policy=policy, logprobs=(logprob, logprob))
         await desk.finishing.finish(episode, FinishRequest(rewards=reward, metrics={"steps": 2.0}))
     desk.check_writes()
     return episodes[0].group.id
-
-
-def take_turn(desk: Any, episode: Any, policy: str, *, logprob: float) -> None:
-    plan = episode.graph.resolve(
-        policy=policy,
-        agent="",
-        messages=[Message("user", "hi")],
-        tools=None,
-        template=desk.policies[policy].template,
-    )
-    episode.graph.commit(
-        plan,
-        turn_id=episode.new_turn_id(),
-        token_ids=np.array([5, 6], np.int32),
-        logprobs=np.array([logprob, logprob], np.float32),
-        versions=((0, 2),),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        reply=Message("assistant", "yes"),
-    )
 
 
 def states(desk: Any) -> dict[tuple[str, str], int]:

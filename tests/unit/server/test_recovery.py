@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat.core.errors import AuthenticationError, EpisodeClosed, IdempotencyConflict, PermissionDenied
-from wingbeat.core.protocol import BeginReply, BeginRequest, EvaluationRequest, FinishRequest, LeaseRequest, TaskModel
+from wingbeat.core.protocol import (
+    AbortRequest,
+    BeginReply,
+    BeginRequest,
+    EvaluationRequest,
+    FinishRequest,
+    LeaseRequest,
+    TaskModel,
+)
 from wingbeat.core.types import Cause, FinishReason, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.dataflow.ledger_captures import Captures
@@ -234,6 +242,19 @@ async def test_a_last_reply_that_nobody_asks_for_again_counts(open_desk: OpenDes
     assert [s.num_sampled for s in view.record.samples] == [4]
 
 
+async def test_the_same_words_at_another_place_ask_for_no_reply_again(
+    open_desk: OpenDesk, restart_desk: Restart
+) -> None:
+    desk = open_desk(group_size=2)
+    reply, episode = await begun(desk)
+    say(desk, episode, HI)
+    last = say(desk, episode, HI, ANSWER, MORE)
+    desk = restart_desk(desk)
+    episode = held(desk, reply)
+    say(desk, episode, HI, ANSWER, MORE, ANSWER, MORE)
+    assert (episode.in_doubt, episode.resampled) == ({last}, set())
+
+
 async def test_what_had_not_been_delivered_earlier_stays_so(open_desk: OpenDesk, restart_desk: Restart) -> None:
     desk = open_desk(group_size=2)
     reply, episode = await begun(desk)
@@ -369,6 +390,20 @@ async def test_a_finish_repeated_after_the_restart_gets_its_reply(open_desk: Ope
     with pytest.raises(PermissionDenied):
         find_attempt(desk, "another-episode", headers(reply.api_key))
     assert find_attempt(desk, reply.episode_id, {}).state is EpisodeState.FINISHED, "an admin's question"
+
+
+async def test_the_finish_of_a_later_attempt_is_repeated_as_its_own(open_desk: OpenDesk, restart_desk: Restart) -> None:
+    desk = open_desk(group_size=1)
+    _, first = await begun(desk, "one")
+    desk.finishing.abort(first, AbortRequest())
+    reply, second = await begun(desk, "two")
+    assert (second.episode_id, second.attempt) == (first.episode_id, 2)
+    say(desk, second, HI)
+    answer = await desk.finishing.finish(second, FinishRequest(rewards=0.5))
+    desk = restart_desk(desk)
+    found = find_attempt(desk, reply.episode_id, headers(reply.api_key))
+    assert (found.attempt, found.state) == (2, EpisodeState.FINISHED)
+    assert await desk.finishing.finish(found, FinishRequest(rewards=0.5)) == answer
 
 
 async def test_a_key_of_an_earlier_attempt_never_reaches_its_successor(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 
 from wingbeat.core.config.server import ServerConfig
@@ -36,11 +35,10 @@ from wingbeat.core.protocol import (
     Rewards,
     TaskModel,
 )
-from wingbeat.core.types import FinishReason, Outcome, Split
+from wingbeat.core.types import Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.server.status import NO_TASKS
-from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]
 
@@ -61,30 +59,9 @@ async def begun(desk: Any, count: int = 1) -> list[OpenEpisode]:
     for lease in await leases(desk, count):
         reply = await begin(desk, key=lease.lease_id, lease_id=lease.lease_id)
         episode = desk.episode(reply.episode_id)
-        take_turn(desk, episode)
+        desk.take_turn(episode)
         found.append(episode)
     return found
-
-
-def take_turn(desk: Any, episode: OpenEpisode, agent: str = "", version: int = 0, policy: str = "solver") -> str:
-    plan = episode.graph.resolve(
-        policy=policy,
-        agent=agent,
-        messages=[Message("user", f"hi {agent}")],
-        tools=None,
-        template=desk.policies[policy].template,
-    )
-    turn = episode.graph.commit(
-        plan,
-        turn_id=episode.new_turn_id(),
-        token_ids=np.array([5, 6], np.int32),
-        logprobs=np.array([-1.0, -2.0], np.float32),
-        versions=((version, 2),),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        reply=Message("assistant", "yes"),
-    )
-    return turn.turn_id
 
 
 def finish(reward: float = 1.0, outcome: Outcome = Outcome.AGENT) -> FinishRequest:
@@ -97,8 +74,8 @@ def finish(reward: float = 1.0, outcome: Outcome = Outcome.AGENT) -> FinishReque
 async def test_an_episode_that_ran_through_a_rollback_is_not_newer_than_what_survives(open_desk: OpenDesk) -> None:
     desk = open_desk(group_size=2)
     episode, later = await begun(desk, 2)
-    take_turn(desk, episode, version=5)
-    take_turn(desk, later, version=1)
+    desk.take_turn(episode, version=5)
+    desk.take_turn(later, version=1)
     desk.registry.rebase("solver", highest=2)
     desk.registry.rebase("solver", highest=3)  # a later rollback to a later step changes nothing for it
     await desk.finishing.finish(episode, finish())
@@ -256,7 +233,7 @@ async def test_a_strangers_lease_never_gets_a_clients_own_task(open_desk: OpenDe
 async def test_a_group_whose_client_never_came_back_gives_its_room_back(open_desk: OpenDesk) -> None:
     desk = open_desk(group_deadline_s=50.0)
     reply = await begin(desk, task=TaskModel(id="mine"), group=GroupModel(id="mine", size=2))
-    take_turn(desk, desk.episode(reply.episode_id))
+    desk.take_turn(desk.episode(reply.episode_id))
     await desk.finishing.finish(desk.episode(reply.episode_id), finish())
     desk.clock.now += 49
     desk.rollouts.reap()
@@ -320,7 +297,7 @@ async def test_a_bad_reward_changes_nothing(open_desk: OpenDesk) -> None:
 async def test_a_group_that_closes_feeds_the_buffer_with_every_agents_reward(open_desk: OpenDesk) -> None:
     desk = open_desk()
     first, second = await begun(desk, 2)
-    turn_id = take_turn(desk, first, agent="critic")
+    turn_id = desk.take_turn(first, agent="critic")
     rewards = Rewards(policies={"solver": 1.0}, agents={"solver:critic": 0.25}, turns={turn_id: 0.5})
     await desk.finishing.finish(first, FinishRequest(rewards=rewards))
     assert len(desk.solver.buffer) == 0
@@ -342,8 +319,8 @@ async def test_a_group_that_closes_feeds_the_buffer_with_every_agents_reward(ope
 async def test_superseded_replies_are_counted_and_trained_only_by_config(open_desk: OpenDesk, keeps: bool) -> None:
     desk = open_desk(policies={"solver": {"train_superseded": keeps}}, group_size=1)
     (episode,) = await begun(desk)
-    episode.undelivered.add(take_turn(desk, episode, agent="lost"))
-    episode.resampled.add(take_turn(desk, episode, agent="again"))
+    episode.undelivered.add(desk.take_turn(episode, agent="lost"))
+    episode.resampled.add(desk.take_turn(episode, agent="again"))
     episode.undelivered.add("a turn that never ended")
     await desk.finishing.finish(episode, finish())
     draft = desk.solver.buffer.take(0)
@@ -358,7 +335,7 @@ async def test_superseded_replies_are_counted_and_trained_only_by_config(open_de
 async def test_a_finish_that_is_refused_counts_no_tokens(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = open_desk(group_size=1)
     (episode,) = await begun(desk)
-    episode.undelivered.add(take_turn(desk, episode, agent="lost"))
+    episode.undelivered.add(desk.take_turn(episode, agent="lost"))
 
     def refuse(*_: object) -> None:
         raise EpisodeClosed("its group has closed")
@@ -374,8 +351,8 @@ async def test_a_finish_without_a_trainable_turn_is_warned_of_and_reaches_no_bas
     desk = open_desk(policies={"judge": {"trainable": False}, "solver": {}}, group_size=3)
     replies = [await begin(desk, lease_id=lease.lease_id) for lease in await leases(desk, 3)]
     silent, judged, played = (desk.episode(reply.episode_id) for reply in replies)
-    take_turn(desk, judged, policy="judge")
-    take_turn(desk, played)
+    desk.take_turn(judged, policy="judge")
+    desk.take_turn(played)
     ends = [await desk.finishing.finish(e, finish(1.0 if e is played else 0.0)) for e in (silent, judged, played)]
     end = ": its reward trains nothing and counts in no baseline; the model that trains is 'solver'"
     assert [reply.warning for reply in ends] == [

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from wingbeat.core.errors import (
@@ -26,12 +25,11 @@ from wingbeat.core.protocol import (
     TaskModel,
     TransactionModel,
 )
-from wingbeat.core.types import Cause, FinishReason, Outcome, Split
+from wingbeat.core.types import Cause, Outcome, Split
 from wingbeat.dataflow.groups import SlotState
 from wingbeat.dataflow.ledger_schema import AttemptState
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
 from wingbeat.server.teams.transactions import FIRST_ASK_S, TransactionState
-from wingbeat.tracking.messages import Message
 
 OpenDesk = Callable[..., Any]
 Restart = Callable[[Any], Any]
@@ -47,19 +45,7 @@ async def begun(desk: Any, *, version: int = 0, evaluates: bool = False) -> Open
         request = BeginRequest(idempotency_key=leases[0].lease_id, lease_id=leases[0].lease_id)
     reply: BeginReply = await desk.rollouts.begin(request, base_url="http://here/v1")
     episode = desk.registry.by_key({"authorization": f"Bearer {reply.api_key}"})
-    plan = episode.graph.resolve(
-        policy="solver", agent="", messages=[Message("user", "hi")], tools=None, template=desk.solver.template
-    )
-    episode.graph.commit(
-        plan,
-        turn_id=episode.new_turn_id(),
-        token_ids=np.array([5, 6], np.int32),
-        logprobs=np.array([-1.0, -2.0], np.float32),
-        versions=((version, 2),),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        reply=Message("assistant", "yes"),
-    )
+    desk.take_turn(episode, version=version)
     return episode
 
 

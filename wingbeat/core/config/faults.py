@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from wingbeat.core.config.server import SECRETS
+
 KINDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -22,7 +24,7 @@ KINDS: dict[Any, str] = {
     tuple: "a list",
     dict: "a table",
 }
-SECRETS = ("server.admin_key", "server.worker_key")
+HIDDEN = tuple(f"server.{name}" for name in SECRETS)
 """What comes in these is shown to nobody."""
 BOUNDS = {"gt": "above {:g}", "ge": "of at least {:g}", "lt": "below {:g}", "le": "of at most {:g}"}
 LENGTHS = {str: "characters", list: "entries", dict: "entries"}
@@ -59,7 +61,7 @@ def _explain(fault: Mapping[str, Any], path: str, kind: Any, root: type[BaseMode
 
 def _shown(path: str, value: Any) -> Any:
     """What came, unless it is somebody's key."""
-    return "a key that is not shown here" if path in SECRETS and value is not None else value
+    return "a key that is not shown here" if path in HIDDEN and value is not None else value
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

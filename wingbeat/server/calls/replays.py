@@ -102,6 +102,19 @@ class SeenCalls:
         orphans = sorted((run for run in runs if run.is_orphan), key=lambda run: not run.can_be_joined)
         return [*orphans, *(run for run in reversed(runs) if run not in orphans)]
 
+    def answering(self, fingerprint: Fingerprint, *, only_orphans: bool = False) -> tuple[Run | None, Run | None]:
+        """The run that answers this request; or None, and the one, if any, that its new sample replaces.
+
+        ``only_orphans``: what anyone received is not for this caller.  Raises IdempotencyConflict.
+        """
+        runs = [run for run in self.earlier(fingerprint) if run.is_orphan or not only_orphans]
+        for run in runs:
+            if run.can_be_joined:
+                return run, None
+            if run.is_orphan:  # its caller got nothing: what an equal request was answered is another sample
+                return None, run
+        return None, runs[0] if runs else None
+
 
 class ReplayBook:
     """The answers that are kept, over all episodes."""
@@ -118,20 +131,15 @@ class ReplayBook:
 
     def find(self, seen: SeenCalls, fingerprint: Fingerprint) -> tuple[Run | None, tuple[str, ...]]:
         """The run that answers this request; or None, and the turns that its new sample replaces."""
-        runs = seen.earlier(fingerprint)
-        for run in runs:
-            if run.can_be_joined:
-                return run, ()
-            if run.is_orphan:  # its caller got nothing: what an equal request was answered is another sample
-                return None, run.turn_ids
-        return None, runs[0].turn_ids if runs else ()
+        run, replaced = seen.answering(fingerprint)
+        return run, () if replaced is None else replaced.turn_ids
 
     def keep(self, run: Run) -> None:
         """A run has ended: keep its answer while there is room, and its episode lasts."""
         if not run.can_be_joined:
             return
-        self._kept[run] = run.num_bytes
-        self._num_bytes += run.num_bytes
+        added = self._kept[run] = run.num_bytes
+        self._num_bytes += added
         while self._num_bytes > self._max_bytes or len(self._kept) > self._max_answers:
             oldest, size = self._kept.popitem(last=False)
             self._num_bytes -= size

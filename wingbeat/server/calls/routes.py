@@ -16,11 +16,7 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from wingbeat.core.errors import (
-    AuthenticationError,
-    PayloadTooLarge,
-    WingbeatError,
-)
+from wingbeat.core.errors import AuthenticationError, PayloadTooLarge, WingbeatError
 from wingbeat.server.calls.dialects import chat, completions
 from wingbeat.server.calls.dialects.base import Dialect
 from wingbeat.server.calls.dialects.chat import CHAT
@@ -40,7 +36,8 @@ from wingbeat.server.episodes.recovery import asked_again
 from wingbeat.server.episodes.registry import OpenEpisode
 from wingbeat.server.http.error_answers import error_headers, http_fault
 from wingbeat.server.http.request_limits import BodyHold, nobody
-from wingbeat.server.http.requests import decode_json, hang_up, has_hung_up, read_body
+from wingbeat.server.http.requests import decode_json, hang_up, has_hung_up, is_long, read_body
+from wingbeat.server.keys.ring import key_headers
 from wingbeat.server.limits import TooFast
 
 COUNT = "/v1/messages/count_tokens"
@@ -53,8 +50,6 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 MODELS = "/v1/models"
 KEY_PREFIX = "/s/"
-KEY_HEADERS = ("authorization", "x-api-key")
-LONG_BODY_BYTES = 32_000
 
 JSON = (b"content-type", b"application/json")
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
@@ -143,6 +138,7 @@ class ModelCalls:
         if scope["type"] != "http":
             await self._rest(scope, receive, send)
             return
+        control = self._control
         key, path = split_key(scope["path"])
         dialect = DIALECTS.get(path)
         is_models = path == MODELS or path.startswith(MODELS + "/")
@@ -152,10 +148,13 @@ class ModelCalls:
         try:
             headers: dict[bytes, bytes] = dict(scope["headers"])
             check_method(scope, "GET" if dialect is None else "POST")
-            wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
-            caller = self._control.collecting.caller(wanted, path_key=key)
-            episode = self._episode(wanted, key) if caller is None else self._control.collecting.store.visitor(caller)
-            hold = BodyHold(self._control.limits, episode.client)
+            wanted = key_headers(headers)
+            caller = control.collecting.caller(wanted, path_key=key)
+            if caller is None:
+                episode = control.registry.by_key(wanted, path_key=key)
+            else:
+                episode = control.collecting.store.visitor(caller)
+            hold = BodyHold(control.limits, episode.client)
             own = hold.admit(headers, receive)
             if dialect is None:
                 hold.release()
@@ -170,15 +169,13 @@ class ModelCalls:
                 if caller is None:
                     run = await self._run(dialect, episode, body, fingerprint)
                 else:
-                    is_long = len(body) > LONG_BODY_BYTES
-                    call = CollectedCall(dialect, caller, headers, body, is_long=is_long, fingerprint=fingerprint)
-                    run = await self._collected.run(call)
+                    run = await self._collected.run(CollectedCall(dialect, caller, headers, body, fingerprint))
             finally:
                 hold.release()
             try:
                 await self._answer(run, receive, send)
             finally:
-                episode.last_seen = self._control.clock()
+                episode.last_seen = control.clock()
         except WingbeatError as error:
             await self._refuse(error, dialect or CHAT, scope, send)
 
@@ -192,10 +189,6 @@ class ModelCalls:
         if isinstance(error, TooFast):
             await asyncio.sleep(error.pause_s)
         await answer_error(dialect, error, send)
-
-    def _episode(self, headers: Mapping[str, str], key: str) -> OpenEpisode:
-        """The attempt whose key the path or a header carries."""
-        return self._control.registry.by_key(headers, path_key=key)
 
     async def _body(self, episode: OpenEpisode, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         declared = headers.get(b"content-length", b"0")
@@ -218,8 +211,8 @@ class ModelCalls:
 
         Long requests take so long to tokenise that others would notice: they are prepared in a thread.
         """
-        is_long = len(body) > LONG_BODY_BYTES
-        if not is_long and not episode.graph_lock.locked():
+        long = is_long(body)
+        if not long and not episode.graph_lock.locked():
             return self._joined(episode, fingerprint) or self._begun(
                 dialect, episode, episode.seen, fingerprint, self._prepare(dialect, dialect.parse, episode, body)
             )
@@ -227,7 +220,7 @@ class ModelCalls:
             run = self._joined(episode, fingerprint)
             if run is None:
                 work = partial(self._prepare, dialect, dialect.parse, episode, body)
-                prepared = await asyncio.to_thread(work) if is_long else work()
+                prepared = await asyncio.to_thread(work) if long else work()
                 episode.require_open()
                 run = self._begun(dialect, episode, episode.seen, fingerprint, prepared)
             return run

@@ -70,6 +70,7 @@ class Run:
         self, episode: OpenEpisode, prepared: Prepared, dialect: Dialect, *, grace_s: float, life_s: float
     ) -> None:
         """``grace_s``: how long nobody may wait for the answer; ``life_s``: how long it may take in all."""
+        self.episode = episode
         self.stream = prepared.call.stream
         self.headers = prepared.enforced
         self.turn_ids = prepared.turn_ids
@@ -79,7 +80,6 @@ class Run:
         self.done = False
         self.failed = False
         """It ended with an error, told in whichever way."""
-        self._episode = episode
         self._dialect = dialect
         self._grace_s = grace_s
         self._life_s = life_s
@@ -92,10 +92,6 @@ class Run:
         self._given_up = False
         self._let_go = False
         episode.undelivered.update(self.turn_ids)
-
-    @property
-    def episode(self) -> OpenEpisode:
-        return self._episode
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +109,7 @@ class Run:
 
     @property
     def delivered(self) -> bool:
-        return self._episode.undelivered.isdisjoint(self.turn_ids)
+        return self.episode.undelivered.isdisjoint(self.turn_ids)
 
     @property
     def can_be_joined(self) -> bool:
@@ -126,24 +122,24 @@ class Run:
         """Begin; ``on_end`` is told when it is over, however it ends."""
         work = self._stream(gateway, prepared) if self.stream else self._complete(gateway, prepared)
         task = self._task = asyncio.create_task(work, name="call")
-        self._episode.calls.add(task)
+        self.episode.calls.add(task)
         self._death = asyncio.get_running_loop().call_later(self._life_s, self._expire)
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._episode.calls.discard(task)
+            self.episode.calls.discard(task)
             self._end(task)
             on_end(self)
 
         task.add_done_callback(ended)
 
     async def _complete(self, gateway: Gateway, prepared: Prepared) -> None:
-        choices = await gateway.complete(self._episode, prepared)
+        choices = await gateway.complete(self.episode, prepared)
         self._push(Frame(self._dialect.answer(prepared, choices), self.turn_ids, last=True))
 
     async def _stream(self, gateway: Gateway, prepared: Prepared) -> None:
         writer = self._writer = self._dialect.events(prepared)
         done: list[Choice] = []
-        async with aclosing(gateway.stream(self._episode, prepared)) as items:
+        async with aclosing(gateway.stream(self.episode, prepared)) as items:
             async for item in items:
                 if isinstance(item, Begun):
                     self._push(Frame(writer.begin(self.turn_ids[0])))
@@ -172,7 +168,7 @@ class Run:
             self._death.cancel()
         error, self._task = self._error_of(task), None
         if not self._given_up:
-            self._episode.call_fault = None if error is None else fault_of_call(error)
+            self.episode.call_fault = None if error is None else fault_of_call(error)
         if error is not None:
             self.failed = True
             if self._writer is not None and self.frames:
@@ -187,14 +183,14 @@ class Run:
 
     def _error_of(self, task: asyncio.Task[None]) -> WingbeatError | None:
         if task.cancelled():
-            if self._expired and self._episode.state is EpisodeState.OPEN:
+            if self._expired and self.episode.state is EpisodeState.OPEN:
                 return CallTimeout(
                     f"this call lasted longer than limits.call_s = {self._life_s:g} s and was ended; ask for fewer"
                     " tokens, or raise it"
                 )
-            if self._episode.state is EpisodeState.OPEN:
+            if self.episode.state is EpisodeState.OPEN:
                 return UnavailableError("the caller hung up")
-            return EpisodeClosed(f"episode {self._episode.episode_id} ended while this call ran")
+            return EpisodeClosed(f"episode {self.episode.episode_id} ended while this call ran")
         error = task.exception()
         if error is None or isinstance(error, WingbeatError):
             return error
@@ -239,7 +235,7 @@ class Run:
 
     def arrived(self, turn_ids: Sequence[str]) -> None:
         """The replies of these turns were handed to a connection that was still open."""
-        self._episode.undelivered.difference_update(turn_ids)
+        self.episode.undelivered.difference_update(turn_ids)
 
     def let_go(self) -> None:
         """Drop the answer, once those who read it now have left: a retry must be sampled anew."""

@@ -26,7 +26,7 @@ from wingbeat.server.collect.collecting import Collecting
 from wingbeat.server.collect.conversation_store import let_go_if_over, walk_owner
 from wingbeat.server.collect.conversations import CollectedEpisode, Conversation, episode_id_in
 from wingbeat.server.episodes.registry import OpenEpisode
-from wingbeat.server.http.requests import decode_json
+from wingbeat.server.http.requests import decode_json, is_long
 from wingbeat.server.keys.principals import Principal
 from wingbeat.tracking.messages import Message
 from wingbeat.tracking.prefix_digests import PrefixKey, PrefixWalk
@@ -47,8 +47,6 @@ class CollectedCall:
     caller: Principal
     headers: Mapping[bytes, bytes]
     body: bytes
-    is_long: bool
-    """Parsing it takes so long that others would notice."""
     fingerprint: Fingerprint
 
 
@@ -93,7 +91,7 @@ class CollectedCalls:
         if joined is not None:
             return joined
         self._check(request.caller.key_id)  # before all that work
-        parsed = await asyncio.to_thread(_parse, request) if request.is_long else _parse(request)
+        parsed = await asyncio.to_thread(_parse, request) if is_long(request.body) else _parse(request)
         episode, parsed = await self._episode_of(request.caller, parsed, replaced)
         conversation = episode.conversation
         try:
@@ -109,15 +107,11 @@ class CollectedCalls:
         Calls of all users of an application come with one key, so an equal body alone says little: only what nobody
         received can be what a caller without a key for the request asks for again.
         """
-        seen = self._collecting.seen_by(request.caller)
-        earlier = seen.earlier(request.fingerprint)
-        if not request.fingerprint.idempotency_key:
-            earlier = [run for run in earlier if run.is_orphan]
-        joined = next((run for run in earlier if run.can_be_joined), None)
+        seen, fingerprint = self._collecting.seen_by(request.caller), request.fingerprint
+        joined, replaced = seen.answering(fingerprint, only_orphans=not fingerprint.idempotency_key)
         if joined is not None:
             self._on_replay()
-            return joined, None
-        return None, earlier[0] if earlier else None
+        return joined, replaced
 
     async def _episode_of(
         self, caller: Principal, parsed: _Parsed, replaced: Run | None
@@ -178,7 +172,7 @@ class CollectedCalls:
         assert preparing is not None
         episode.calls.add(preparing)
         try:
-            if not request.is_long and not episode.graph_lock.locked():
+            if not is_long(request.body) and not episode.graph_lock.locked():
                 prepared = work()
             else:
                 async with episode.graph_lock:

@@ -16,6 +16,8 @@ import msgspec
 
 from wingbeat.dataflow.ledger_captures import Captures
 
+FOLDER = "collected"
+"""In the run directory."""
 ATTEMPT = 1
 """A conversation has one attempt."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -179,17 +179,18 @@ class ConversationStore:
         self._loaded[conversation.episode_id] = conversation
         return conversation.episode
 
-    def _empty(self, conversation: Conversation | None, *, caller: Principal | None) -> CollectedEpisode:
-        policies = self.allowed(caller) if caller is not None else conversation.policies if conversation else ()
-        episode = open_episode(conversation, caller=caller, policies=policies, wall=self._wall(), clock=self._clock())
-        episode.at_policy_temperature = (
-            conversation is not None and conversation.train and self._config.temperature == "policy"
-        )
+    def _empty(self, conversation: Conversation, *, caller: Principal | None) -> CollectedEpisode:
+        policies = conversation.policies if caller is None else self.allowed(caller)
+        episode = self._episode(conversation, conversation.key_id, policies)
+        episode.at_policy_temperature = conversation.train and self._config.temperature == "policy"
         return episode
 
     def visitor(self, caller: Principal) -> CollectedEpisode:
         """An episode of which nothing is kept: for calls that sample nothing, and keys that record nothing."""
-        return self._empty(None, caller=caller)
+        return self._episode(None, caller.key_id, self.allowed(caller))
+
+    def _episode(self, conversation: Conversation | None, key_id: str, policies: Sequence[str]) -> CollectedEpisode:
+        return open_episode(conversation, key_id=key_id, policies=policies, wall=self._wall(), clock=self._clock())
 
     def allowed(self, caller: Principal) -> tuple[str, ...]:
         """The policies that a key may call, those that train first."""

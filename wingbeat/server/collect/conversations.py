@@ -22,7 +22,6 @@ from wingbeat.core.types import FinishReason, Split, Task
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.collect.conversation_files import ATTEMPT, Marks, StoredConversation
 from wingbeat.server.episodes.registry import OpenEpisode
-from wingbeat.server.keys.principals import Principal
 from wingbeat.tracking.graph import EpisodeGraph
 from wingbeat.tracking.prefix_digests import PrefixKey, PrefixWalk
 from wingbeat.tracking.serialize import load_turns
@@ -113,7 +112,6 @@ class CollectedEpisode(OpenEpisode):
 
     conversation: Conversation | None = None
     """None where its key records nothing."""
-    caller: Principal | None = None
     lineages: dict[str, int] = field(default_factory=dict[str, int])
     """Per turn, that of its policy when it was sampled."""
     walks: dict[str, PrefixWalk] = field(default_factory=dict[str, PrefixWalk])
@@ -134,11 +132,10 @@ class CollectedEpisode(OpenEpisode):
 
 
 def open_episode(
-    conversation: Conversation | None, *, caller: Principal | None, policies: Sequence[str], wall: float, clock: float
+    conversation: Conversation | None, *, key_id: str, policies: Sequence[str], wall: float, clock: float
 ) -> CollectedEpisode:
     """An episode without turns; without a conversation nothing of it is kept."""
     episode_id = new_episode_id() if conversation is None else conversation.episode_id
-    key_id = caller.key_id if caller is not None else (conversation.key_id if conversation is not None else "")
     unkept = GroupSpec(group_id_of(episode_id), Task(SOURCE_PREFIX, episode_id), Split.EVAL, 1, tuple(policies))
     return CollectedEpisode(
         episode_id=episode_id,
@@ -153,7 +150,6 @@ def open_episode(
         graph=EpisodeGraph(episode_id),
         client=key_id,
         conversation=conversation,
-        caller=caller,
     )
 
 
@@ -232,9 +228,8 @@ class ConversationBook:
         """Open ones by name of the key."""
         found: Counter[str] = Counter()
         for conversations in self._by_key.values():
-            for conversation in conversations.values():
-                found[conversation.key_name] += len(conversations)
-                break
+            one = next(iter(conversations.values()))
+            found[one.key_name] += len(conversations)
         return dict(found)
 
     def add(self, conversation: Conversation) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wingbeat.server.collect.collecting import Collecting
-from wingbeat.server.collect.conversation_files import ConversationFiles
+from wingbeat.server.collect.conversation_files import FOLDER, ConversationFiles
 from wingbeat.server.collect.conversation_store import ConversationStore
 from wingbeat.server.collect.ends import CollectParts
 from wingbeat.server.collect.groups import CollectedGroups
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_collecting(control: Control, keys: KeyRing, *, wall: Callable[[], float]) -> Collecting:
     """Of a control that has everything else."""
     metrics = control.metrics.collect
-    files = ConversationFiles(control.run_dir / "collected")
+    files = ConversationFiles(control.run_dir / FOLDER)
     files.prepare()
     store = ConversationStore(
         files,

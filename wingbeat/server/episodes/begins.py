@@ -162,13 +162,19 @@ class Begins:
 
     async def _durable(self, episode: OpenEpisode) -> None:
         write = episode.begin_write
-        if write is None or (write.done() and write.exception() is None):
+        if write is None:
             return
-        try:
-            await asyncio.wait_for(until_durable(write), DURABLE_S)
-        except TimeoutError:
-            why = self._parts.ledger.blocked or "the disk is slow"
-            raise UnavailableError(f"this begin is not on disk yet ({why}); send it again, it stays the same") from None
+        if not write.done() or write.exception() is not None:
+            try:
+                async with asyncio.timeout(DURABLE_S):
+                    await until_durable(write)
+            except TimeoutError:
+                why = self._parts.ledger.blocked or "the disk is slow"
+                raise UnavailableError(
+                    f"this begin is not on disk yet ({why}); send it again, it stays the same"
+                ) from None
+        if episode.begin_write is write:  # else another key was added meanwhile
+            episode.begin_write = None
 
     # --- new attempts -------------------------------------------------------------------------
 

@@ -89,19 +89,18 @@ class Finishing:
         """
         digest = finish_digest(request)
         if self.is_repeated(episode, digest):
-            assert episode.finishing is not None
-            return await asyncio.shield(episode.finishing)
+            return await episode.finished()
         record = self.record(episode, request, digest)
         uncalled = uncalled_policies(request.rewards, credit_of(episode))
-        finishing = self.count(episode, record, uncalled, self._parts.ledger.record_finish)
-        return await asyncio.shield(finishing)  # a caller that hangs up does not undo its finish
+        self.count(episode, record, uncalled, self._parts.ledger.record_finish)
+        return await episode.finished()
 
     def is_repeated(self, episode: OpenEpisode, digest: str) -> bool:
         """Whether this finish came before.
 
         Raises IdempotencyConflict after another body, EpisodeClosed for an attempt that cannot finish any more.
         """
-        if episode.finishing is not None:
+        if episode.has_finish:
             if digest != episode.finish_digest:
                 raise IdempotencyConflict(
                     f"episode {episode.episode_id} attempt {episode.attempt} finished with another body;"
@@ -192,41 +191,31 @@ class Finishing:
                 f"episode {episode.episode_id} attempt {episode.attempt} is prepared: its transaction decides whether"
                 " it counts (POST /api/transactions/{id})"
             )
-        outcome = OUTCOME_OF[cause]
         cancel_calls(episode)
         was_open = episode.state is EpisodeState.OPEN
         episode.become(EpisodeState.ABORTED)
         if was_open:
             self._parts.book.release(episode.episode_id, episode.attempt, ReleaseReason.ABORTED)
-        self._parts.events.emit(
-            "episode_aborted",
-            episode_id=episode.episode_id,
-            attempt=episode.attempt,
-            outcome=outcome,
-            cause=cause,
-            message=message[-2000:],
-        )
-        if was_open:  # a lost attempt stands in the ledger as lost
-            self._record_end(episode, cause, message)
-        episode.ended_by(cause, message)
-        self._parts.registry.remember(episode)
-        self._after(episode)
+            self._record_end(episode, cause, message)  # a lost attempt stands in the ledger as lost
+        self._let_go(episode, cause, message)
 
     def undo(self, episode: OpenEpisode, message: str) -> None:
         """The transaction of a prepared finish was aborted (the ledger knows): its slot reopens."""
-        cause = Cause.TRANSACTION_ABORTED
         episode.become(EpisodeState.ABORTED)
         self._parts.book.undo(episode.episode_id, episode.attempt)
+        self._let_go(episode, Cause.TRANSACTION_ABORTED, message)
+
+    def _let_go(self, episode: OpenEpisode, cause: Cause, message: str) -> None:
+        """It ended without counting."""
+        episode.ended_by(cause, message)
         self._parts.events.emit(
             "episode_aborted",
             episode_id=episode.episode_id,
             attempt=episode.attempt,
-            outcome=OUTCOME_OF[cause],
+            outcome=episode.outcome,
             cause=cause,
-            message=message,
+            message=episode.message,
         )
-        episode.finishing = None
-        episode.ended_by(cause, message)
         self._parts.registry.remember(episode)
         self._after(episode)
 

@@ -16,7 +16,6 @@ last one was captured stay so.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -94,9 +93,11 @@ def dump_noted_turn(episode: OpenEpisode, turn: Turn, *, lineage: int) -> bytes:
 # --- rebuilding -----------------------------------------------------------------------------------
 
 
-def recover_episodes(control: Control) -> Recovery:
-    """Rebuild the attempts of open groups that may still finish; the ledger learns of those that cannot."""
-    specs = {group.spec.id: group.spec for group in control.ledger.open_groups()}
+def recover_episodes(control: Control, specs: Mapping[str, GroupSpec]) -> Recovery:
+    """Rebuild the attempts of open groups that may still finish; the ledger learns of those that cannot.
+
+    ``specs``: all open groups by id.
+    """
     episodes: list[OpenEpisode] = []
     interrupted: list[tuple[RunningAttempt, str]] = []
     for attempt in control.ledger.running_attempts():
@@ -144,9 +145,18 @@ def _rebuilt(control: Control, attempt: RunningAttempt, spec: GroupSpec) -> Open
     strange = {turn.policy for turn in graph.turns} - set(begin.policies)
     if strange:
         raise CannotRecover(f"its turns are of policies that it may not call: {', '.join(sorted(strange))}")
-    first_key, *more_keys = attempt.key_digests
-    now = control.clock()
-    episode = OpenEpisode(
+    episode = _as_begun(control, attempt, spec)
+    episode.graph = graph
+    episode.restored_at = episode.last_seen
+    episode.state = EpisodeState.LOST if attempt.state is AttemptState.LOST else EpisodeState.OPEN
+    _remember_turns(episode, notes, control.policies)
+    return episode
+
+
+def _as_begun(control: Control, attempt: RunningAttempt, spec: GroupSpec) -> OpenEpisode:
+    """What the ledger knows of an attempt since its begin."""
+    begin = attempt.begin
+    return OpenEpisode(
         episode_id=begin.episode_id,
         attempt=begin.attempt,
         group=spec,
@@ -154,20 +164,16 @@ def _rebuilt(control: Control, attempt: RunningAttempt, spec: GroupSpec) -> Open
         label=begin.label,
         client=begin.client,
         code=begin.code,
-        key_digest=first_key,
-        more_keys=more_keys,
+        key_digest=attempt.key_digests[0] if attempt.key_digests else "",
+        more_keys=list(attempt.key_digests[1:]),
         idle_timeout_s=begin.idle_timeout_s or control.config.server.idle_timeout_s,
         began_s=attempt.created_s,
-        last_seen=now,
-        restored_at=now,
-        graph=graph,
-        state=EpisodeState.LOST if attempt.state is AttemptState.LOST else EpisodeState.OPEN,
+        last_seen=control.clock(),
+        graph=EpisodeGraph(begin.episode_id),
         has_heartbeat=begin.heartbeats,
         idempotency_key=begin.idempotency_key,
         begin_digest=begin.begin_digest,
     )
-    _remember_turns(episode, notes, control.policies)
-    return episode
 
 
 def _remember_turns(episode: OpenEpisode, notes: Sequence[TurnNotes], policies: Mapping[str, PolicyHost]) -> None:
@@ -198,7 +204,9 @@ def _mark_the_last(episode: OpenEpisode, turns: Sequence[Turn], note: TurnNotes)
     """What had not been delivered when the last turn was captured; with other choices of its call it is in doubt."""
     last = turns[-1]
     open_calls = set(note.undelivered)
-    siblings = {turn.turn_id for turn in turns if turn.turn_id in open_calls and _same_prompt(turn, last)}
+    siblings = {
+        turn.turn_id for turn in turns if turn.turn_id in open_calls and _has_prompt(turn, last, last.parent_id)
+    }
     episode.in_doubt |= ({last.turn_id} | siblings) - episode.undelivered
     episode.undelivered |= open_calls - siblings
     episode.resampled |= set(note.resampled)
@@ -210,18 +218,17 @@ def _number(turn_id: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _same_prompt(turn: Turn, other: Turn) -> bool:
-    same_place = (turn.policy, turn.agent, turn.parent_id) == (other.policy, other.agent, other.parent_id)
+def _has_prompt(turn: Turn, other: Turn | PromptPlan, parent_id: str | None) -> bool:
+    """Whether it answers the prompt of another, which continues ``parent_id``."""
+    same_place = (turn.policy, turn.agent, turn.parent_id) == (other.policy, other.agent, parent_id)
     return same_place and np.array_equal(turn.segment, other.segment)
 
 
 def asked_again(episode: OpenEpisode, plan: PromptPlan) -> None:
     """A new call: where it repeats the prompt of a turn in doubt, its reply replaces that turn."""
+    parent_id = None if plan.parent is None else plan.parent.turn_id
     for turn_id in tuple(episode.in_doubt):
-        turn = episode.graph.turn(turn_id)
-        parent_id = None if plan.parent is None else plan.parent.turn_id
-        same_place = (turn.policy, turn.agent, turn.parent_id) == (plan.policy, plan.agent, parent_id)
-        if same_place and np.array_equal(turn.segment, plan.segment):
+        if _has_prompt(episode.graph.turn(turn_id), plan, parent_id):
             episode.in_doubt.discard(turn_id)
             episode.resampled.add(turn_id)
             return
@@ -300,27 +307,12 @@ def _ended_attempt(control: Control, episode_id: str, key: str) -> OpenEpisode |
 def _recalled(control: Control, attempt: RunningAttempt, *, is_newest: bool) -> OpenEpisode:
     """An attempt that is over: it answers questions and repeats, and nothing else."""
     begin = attempt.begin
-    episode = OpenEpisode(
-        episode_id=begin.episode_id,
-        attempt=begin.attempt,
-        group=control.ledger.episode(begin.episode_id)[-1].group,
-        policies=dict(begin.policies),
-        label=begin.label,
-        client=begin.client,
-        code=begin.code,
-        key_digest=attempt.key_digests[0] if attempt.key_digests else "",
-        more_keys=list(attempt.key_digests[1:]),
-        idle_timeout_s=begin.idle_timeout_s,
-        began_s=attempt.created_s,
-        last_seen=control.clock(),
-        graph=EpisodeGraph(begin.episode_id),
-        state=EpisodeState.ABORTED if is_newest else EpisodeState.SUPERSEDED,
-        outcome=attempt.outcome,
-        cause=Cause(attempt.cause) if attempt.cause else None,
-        message=attempt.message,
-    )
-    record = control.ledger.finish_of(begin.episode_id, begin.attempt)
-    if record is not None and attempt.state is AttemptState.FINISHED:
+    view = next(v for v in control.ledger.episode(begin.episode_id) if v.attempt == begin.attempt)
+    episode = _as_begun(control, attempt, view.group)
+    episode.state = EpisodeState.ABORTED if is_newest else EpisodeState.SUPERSEDED
+    episode.outcome, episode.cause = attempt.outcome, Cause(attempt.cause) if attempt.cause else None
+    episode.message = attempt.message
+    if (record := view.record) is not None:
         episode.state, episode.finish_digest = EpisodeState.FINISHED, record.finish_digest
         reply = FinishReply(
             episode_id=begin.episode_id,
@@ -330,9 +322,4 @@ def _recalled(control: Control, attempt: RunningAttempt, *, is_newest: bool) -> 
             num_sampled_tokens=load_graph(record.graph).num_sampled_tokens if record.graph else record.num_sampled,
         )
         episode.finish_reply = reply
-        episode.finishing = asyncio.get_running_loop().create_task(_said(reply), name=f"finish-{begin.episode_id}")
     return episode
-
-
-async def _said(reply: FinishReply) -> FinishReply:
-    return reply

@@ -116,7 +116,7 @@ class OpenEpisode:
     restored_at: float | None = None
     """Monotonic: when a restart took it up again; None for an attempt of this process."""
     begin_write: Future[None] | None = None
-    """What makes the begin durable; None where another process did, and of tentative attempts."""
+    """What makes the begin durable; None where that is done, and of tentative attempts."""
     lapses_at: float = 0.0
     """Monotonic, of a tentative attempt."""
     calls: set[asyncio.Task[object]] = field(default_factory=set)
@@ -137,7 +137,7 @@ class OpenEpisode:
     """Gives its place in its client's quota back."""
     finish_digest: str = ""
     finishing: asyncio.Task[FinishReply] | None = None
-    """The write that makes the finish durable; repeats wait for it, too."""
+    """The write that makes the finish durable; repeats wait for it, too.  Let go once there is a reply."""
     finish_reply: FinishReply | None = None
     turn_numbers: itertools.count[int] = field(default_factory=itertools.count)
     undelivered: set[str] = field(default_factory=set)
@@ -174,6 +174,18 @@ class OpenEpisode:
     @property
     def num_sampled(self) -> int:
         return self.graph.num_sampled_tokens
+
+    @property
+    def has_finish(self) -> bool:
+        """A finish was taken: it is durable, or being made so."""
+        return self.finishing is not None or self.finish_reply is not None
+
+    async def finished(self) -> FinishReply:
+        """What its finish was answered, or will be; a caller that hangs up does not undo it."""
+        if self.finish_reply is not None:
+            return self.finish_reply
+        assert self.finishing is not None
+        return await asyncio.shield(self.finishing)
 
     def new_turn_id(self, prefix: str = "chatcmpl-") -> str:
         """Response ids are unique over the server: clients key on them."""
@@ -272,6 +284,7 @@ class EpisodeRegistry:
             marks.clear()
         for kept in (episode.instructed, episode.tools_by_digest, episode.captured_tools):
             kept.clear()
+        episode.finishing = None
         self._tentative.pop(episode.key_digest, None)
         if self._running.get(episode.episode_id) is episode:
             del self._running[episode.episode_id]

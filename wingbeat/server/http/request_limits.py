@@ -11,12 +11,11 @@ from wingbeat.core.errors import AuthenticationError, PayloadTooLarge, WingbeatE
 from wingbeat.core.protocol import CLIENT_HEADER, MAX_NAME
 from wingbeat.server.control import Control
 from wingbeat.server.http.error_answers import error_headers, error_response
-from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer
+from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer, key_headers
 from wingbeat.server.limits import BODY_UNIT, Limits, TooFast
 
 UNLIMITED = frozenset({"/healthz", "/metrics"})
 """Asked by those who watch the server, above all when it is busy."""
-KEY_HEADERS = ("authorization", "x-api-key")
 
 
 class BodyHold:
@@ -100,7 +99,7 @@ class RequestLimits:
 
     def _client(self, headers: Mapping[bytes, bytes], scope: Scope) -> str:
         """Whose request it is: an episode's client, a key of the key file, a name; of nobody, its address."""
-        wanted = {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
+        wanted = key_headers(headers)
         name = headers.get(CLIENT_HEADER.encode(), b"").decode("latin-1")[:MAX_NAME]
         try:
             if bearer(wanted).startswith(EPISODE_PREFIX):

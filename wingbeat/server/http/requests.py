@@ -14,7 +14,13 @@ from starlette.types import Receive
 from wingbeat.core.errors import PayloadTooLarge, RequestError, UnavailableError
 
 R = TypeVar("R")
+LONG_BODY_BYTES = 32_000
 NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
+
+
+def is_long(body: bytes) -> bool:
+    """Whether reading what it says takes so long that others would notice: then do it in a thread."""
+    return len(body) > LONG_BODY_BYTES
 
 
 def decode_json(body: bytes) -> Any:

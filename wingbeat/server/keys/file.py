@@ -12,15 +12,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wingbeat.core.errors import NotFoundError, RequestError, SetupError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
-from wingbeat.core.key_protocol import KeyReply
+from wingbeat.core.key_protocol import KeyReply, KeyRequest
 from wingbeat.core.keys import digest
 from wingbeat.server.keys.principals import Principal, Role
 
@@ -90,6 +90,21 @@ class NewKey:
     train: bool = False
     record: bool = True
     policies: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, wanted: KeyRequest) -> Self:
+        """As a caller over HTTP asks for it."""
+        asked = wanted.model_dump()
+        return cls(Role(asked.pop("role")), policies=tuple(asked.pop("policies")), **asked)
+
+    def request(self) -> KeyRequest:
+        """To ask a running server for it.  Raises RequestError for what it would refuse unread."""
+        try:
+            return KeyRequest.model_validate(asdict(self) | {"role": self.role.value, "policies": list(self.policies)})
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise RequestError(f"`{where}`: {fault['msg']}, got {fault['input']!r:.100}", param=where) from None
 
     def record_of(self, key: str, *, key_id: str, created: float) -> KeyRecord:
         """Raises RequestError for what does not fit the role or the format."""
@@ -231,6 +246,6 @@ def exposed(host: str, keys: Path) -> str:
     )
 
 
-def key_file_path(keys_file: str | None, *, runs: Path) -> Path:
-    """Where the keys are: ``server.keys_file`` where it is set, else beside the run directories."""
-    return runs / FILE_NAME if keys_file is None else Path(keys_file).expanduser()
+def key_file_path(keys_file: str | None, *, runs: Path, folder: Path = Path()) -> Path:
+    """Where the keys are: ``server.keys_file`` in ``folder`` where it is set, else beside the run directories."""
+    return runs / FILE_NAME if keys_file is None else folder / Path(keys_file).expanduser()

@@ -25,7 +25,8 @@ HOW = (
     "as `Authorization: Bearer KEY`; the command line reads it from WINGBEAT_KEY or --key KEY,"
     " the SDK from Swarm(url, key=KEY)"
 )
-__all__ = ["EPISODE_PREFIX", "KeyRing", "OwnKeys", "bearer", "digest", "keys_in", "new_episode_key"]
+KEY_HEADERS = ("authorization", "x-api-key")
+__all__ = ["EPISODE_PREFIX", "KeyRing", "OwnKeys", "bearer", "digest", "key_headers", "keys_in", "new_episode_key"]
 
 
 def new_episode_key() -> str:
@@ -36,6 +37,11 @@ def new_episode_key() -> str:
 def bearer(headers: Mapping[str, str]) -> str:
     """The key of a request, or "" without one."""
     return next(iter(keys_in(headers)), "")
+
+
+def key_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Of a request's headers as they came, those that may hold a key: all that the functions here look at."""
+    return {name: headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS}
 
 
 def keys_in(headers: Mapping[str, str]) -> tuple[str, ...]:

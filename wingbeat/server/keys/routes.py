@@ -12,7 +12,7 @@ from wingbeat.core.errors import RequestError
 from wingbeat.core.key_protocol import KeyReply, KeyRequest, NewKeyReply
 from wingbeat.server.http.bodies import body_schema, parse
 from wingbeat.server.keys.file import KeyFile, NewKey
-from wingbeat.server.keys.principals import MAY_ADMINISTRATE, Role
+from wingbeat.server.keys.principals import MAY_ADMINISTRATE
 from wingbeat.server.keys.ring import KeyRing
 
 NO_STORE = {"cache-control": "no-store"}
@@ -25,16 +25,8 @@ def key_routes(keys: KeyRing) -> APIRouter:
     @router.post("/keys", openapi_extra=body_schema(KeyRequest))
     async def create(request: Request, response: Response) -> NewKeyReply:
         keys.require(request.headers, MAY_ADMINISTRATE)
-        wanted = parse(KeyRequest, await request.body())
-        new = NewKey(
-            Role(wanted.role),
-            name=wanted.name,
-            expires_s=wanted.expires_s,
-            train=wanted.train,
-            record=wanted.record,
-            policies=tuple(wanted.policies),
-        )
-        record, key = await asyncio.to_thread(_file(keys).create, new)
+        wanted = NewKey.of(parse(KeyRequest, await request.body()))
+        record, key = await asyncio.to_thread(_file(keys).create, wanted)
         keys.refresh()
         response.headers.update(NO_STORE)
         return NewKeyReply(**record.reply(time.time()).model_dump(), key=key)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 from fastapi import APIRouter, Request
+from pydantic import TypeAdapter, ValidationError
 
 from wingbeat.core.errors import RequestError
-from wingbeat.core.protocol import DecisionRequest, TransactionReply
+from wingbeat.core.protocol import DecisionRequest, TransactionId, TransactionReply
 from wingbeat.server.control import Control
 from wingbeat.server.http.bodies import body_schema, parse
 from wingbeat.server.keys.principals import MAY_RUN_AGENTS
 from wingbeat.server.keys.ring import KeyRing
 
-ID = re.compile(r"[A-Za-z0-9_-]{22,64}")
+ID: TypeAdapter[str] = TypeAdapter(TransactionId)
 PRESUME = [{"name": "presume", "in": "query", "required": False, "schema": {"type": "string", "enum": ["abort"]}}]
 
 
@@ -44,9 +43,10 @@ def team_routes(control: Control, keys: KeyRing) -> APIRouter:
 
 
 def _checked(transaction_id: str) -> str:
-    if ID.fullmatch(transaction_id) is None:
+    try:
+        return ID.validate_python(transaction_id)
+    except ValidationError:
         raise RequestError(
             f"transaction {transaction_id!r:.80}: expected 22 to 64 of the characters A-Z, a-z, 0-9, - and _",
             param="transaction_id",
-        )
-    return transaction_id
+        ) from None

@@ -112,8 +112,7 @@ class Teams:
             )
         digest = finish_digest(request)
         if self._parts.finishing.is_repeated(episode, digest):
-            assert episode.finishing is not None
-            return await asyncio.shield(episode.finishing)
+            return await episode.finished()
         transaction = self._join(request.transaction.id, _normal(request.transaction.decider))
         record = self._parts.finishing.record(episode, request, digest)
         uncalled = uncalled_policies(request.rewards, credit_of(episode))
@@ -126,7 +125,7 @@ class Teams:
         self._parts.watch(write)
         self._wait_for(transaction, episode, uncalled)
         episode.finishing = asyncio.create_task(_prepared(episode, record, write), name=f"prepare-{episode.episode_id}")
-        return await asyncio.shield(episode.finishing)
+        return await episode.finished()
 
     def _join(self, transaction_id: str, decider: str) -> Transaction:
         """The transaction that an episode may be prepared under.  Raises ConflictError once it is decided."""

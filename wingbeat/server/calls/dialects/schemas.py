@@ -21,6 +21,20 @@ MODEL: Schema = {"type": "string", "description": "POLICY or POLICY:AGENT, one o
 STOP: Schema = {
     "anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 16}, {"type": "null"}],
 }
+OPENAI_CALL: dict[str, Schema] = {
+    "model": MODEL,
+    "stream": FLAG,
+    "stream_options": ANYTHING,
+    "temperature": TEMPERATURE,
+    "top_p": SHARE,
+    "top_k": COUNT,
+    "max_tokens": COUNT,
+    "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
+    "stop": STOP,
+    "seed": {"type": ["integer", "null"]},
+    "return_token_ids": FLAG,
+}
+"""What chat and text completions have in common."""
 
 
 def _object(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
@@ -37,8 +51,9 @@ def _parts(*kinds: str) -> Schema:
     return {"anyOf": [TEXT, _list(part)]}
 
 
-FUNCTION = _object(("name",), name=TEXT, description=TEXT, parameters=OBJECT, strict=FLAG)
-CHAT_TOOL = _object(("type", "function"), type={"const": "function"}, function=FUNCTION)
+FUNCTION: dict[str, Schema] = {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+CHAT_TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), **FUNCTION))
+RESPONSE_TOOL = _object(("type", "name"), type={"const": "function"}, **FUNCTION)
 CHAT_CALL = _object(
     ("id", "type", "function"),
     id=TEXT,
@@ -54,41 +69,21 @@ CHAT_MESSAGE: Schema = {
 }
 CHAT = _object(
     ("model", "messages"),
-    model=MODEL,
     messages=_list(CHAT_MESSAGE, minItems=1),
     tools=_list(CHAT_TOOL),
     tool_choice=ANYTHING,
     parallel_tool_calls=FLAG,
     response_format=ANYTHING,
-    stream=FLAG,
-    stream_options=ANYTHING,
-    temperature=TEMPERATURE,
-    top_p=SHARE,
-    top_k=COUNT,
-    max_tokens=COUNT,
     max_completion_tokens=COUNT,
-    n={"type": ["integer", "null"], "minimum": 1, "maximum": 64},
-    stop=STOP,
-    seed={"type": ["integer", "null"]},
     logprobs=FLAG,
     top_logprobs={"enum": [0, None]},
-    return_token_ids=FLAG,
+    **OPENAI_CALL,
 )
 COMPLETION = _object(
     ("model", "prompt"),
-    model=MODEL,
     prompt={"anyOf": [TEXT, _list({"type": "integer", "minimum": 0}, minItems=1)]},
-    stream=FLAG,
-    stream_options=ANYTHING,
-    temperature=TEMPERATURE,
-    top_p=SHARE,
-    top_k=COUNT,
-    max_tokens=COUNT,
-    n={"type": ["integer", "null"], "minimum": 1, "maximum": 64},
-    stop=STOP,
-    seed={"type": ["integer", "null"]},
     logprobs={"enum": [0, 1, None]},
-    return_token_ids=FLAG,
+    **OPENAI_CALL,
 )
 RESPONSE_ITEM: Schema = {
     "anyOf": [
@@ -118,11 +113,7 @@ RESPONSE = _object(
     input={"anyOf": [TEXT, _list(RESPONSE_ITEM, minItems=1)]},
     instructions={"type": ["string", "null"]},
     previous_response_id={"type": ["string", "null"]},
-    tools=_list(
-        _object(
-            ("type", "name"), type={"const": "function"}, name=TEXT, description=TEXT, parameters=OBJECT, strict=FLAG
-        )
-    ),
+    tools=_list(RESPONSE_TOOL),
     tool_choice=ANYTHING,
     parallel_tool_calls=FLAG,
     text=ANYTHING,
