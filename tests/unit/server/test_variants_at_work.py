@@ -230,7 +230,9 @@ class Crowd:
         self.book = GroupBook(max_attempts=3, group_floor=None, group_deadline_s=1e9, clock=lambda: self.now)
         self.dealer = TaskDealer(seed=1, epochs=1)
         self.dealer.add_source("t", Split.TRAIN, [Task("t", str(number)) for number in range(num_tasks)])
-        evaluations: Any = SimpleNamespace(running=[], admits=lambda group, variant: True)
+        evaluations: Any = SimpleNamespace(
+            running=[], admits=lambda group, variant: True, taken=lambda group, variant: None
+        )
         self.variants = Variants(
             VariantParts(
                 config=config,
@@ -397,3 +399,13 @@ def test_a_recalled_group_ends_when_its_last_attempt_is_lost() -> None:
     crowd.vanish(leaves)
     crowd.tick(1)
     assert crowd.book.counts().num_groups == 1
+
+
+async def test_who_asks_for_training_alone_claims_no_evaluation(desk: Any) -> None:
+    desk.evaluations.start(EvaluationRequest(samples_per_task=1))
+    await lease(desk, OLD, splits=("eval",))
+    desk.rollouts.release([], client=f"client of {OLD}", leaver=Asker(f"client of {OLD}", OLD))
+    (evaluation,) = desk.evaluations.running
+    evaluation.variant = None  # as after its last beginning, with which it mixes versions
+    await lease(desk, OLD, splits=("train",))
+    assert len(await lease(desk, NEW, splits=("eval",))) == 1

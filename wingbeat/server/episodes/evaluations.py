@@ -110,9 +110,7 @@ class Evaluations:
         An evaluation belongs to the version of the agent that ran its first task; ``variant`` None is any.
         """
         for evaluation in self.running:
-            if variant is not None and evaluation.variant not in (None, variant):
-                continue
-            group = evaluation.next_group(sources)
+            group = evaluation.next_group(sources) if _may_run(evaluation, variant) else None
             if group is not None:
                 evaluation.variant = variant
                 return group
@@ -121,12 +119,13 @@ class Evaluations:
     def admits(self, group: GroupSpec, variant: Variant | None) -> bool:
         """Whether this version of the agent (None: any) may take a slot of an evaluation's group that was opened."""
         evaluation = self._all.get(group.evaluation_id or "")
-        if evaluation is None or not evaluation.is_pending(group.id):
-            return False
-        if variant is None or evaluation.variant in (None, variant):
+        return evaluation is not None and evaluation.is_pending(group.id) and _may_run(evaluation, variant)
+
+    def taken(self, group: GroupSpec, variant: Variant | None) -> None:
+        """This version of the agent (None: any) took a slot of such a group: the evaluation is its own."""
+        evaluation = self._all.get(group.evaluation_id or "")
+        if evaluation is not None:
             evaluation.variant = variant
-            return True
-        return False
 
     def replace_variant(self, evaluation: Evaluation) -> tuple[str, ...]:
         """The version of the agent that ran it is gone.  Returns the groups that do not count any more."""
@@ -188,6 +187,10 @@ class Evaluations:
         if evaluation is None:
             raise NotFoundError(f"no evaluation {evaluation_id!r} on this server")
         return _reply(evaluation.result())
+
+
+def _may_run(evaluation: Evaluation, variant: Variant | None) -> bool:
+    return variant is None or evaluation.variant in (None, variant)
 
 
 def _reply(result: EvaluationResult) -> EvaluationReply:

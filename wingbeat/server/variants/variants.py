@@ -137,6 +137,7 @@ class Variants:
     def taken(self, ticket: SlotTicket, request: LeaseRequest) -> None:
         """A slot was leased."""
         self._takers[(ticket.episode_id, ticket.attempt)] = asker_of(request)
+        self._parts.evaluations.taken(ticket.group, self._of(Variant(request.label, request.code)))
 
     def taker(self, ticket: SlotTicket) -> Asker | None:
         """Who leased it; None where an earlier process of control knows."""
