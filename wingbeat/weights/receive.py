@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,8 +15,18 @@ from wingbeat.core.worker_protocol import Manifest
 from wingbeat.weights.checksum import describe, tensors_checksum
 
 
-def load(manifest: Manifest, *, host_id: str) -> dict[str, Tensor]:
-    """The tensors of a manifest, memory-mapped: pages are shared with every receiver on the host.
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A version's weights on this host, verified."""
+
+    path: Path
+    """The whole set, as safetensors."""
+    tensors: Mapping[str, Tensor]
+    """``path``, memory-mapped."""
+
+
+def receive(manifest: Manifest, *, host_id: str) -> Received:
+    """The weights of a manifest, memory-mapped: pages are shared with every receiver on the host.
 
     They stay valid after the publisher releases the file.  Size, names, dtypes, shapes and the checksum
     of the mapped bytes are verified before anything is returned.
@@ -41,7 +53,7 @@ def load(manifest: Manifest, *, host_id: str) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise UnavailableError(f"{where}: not a safetensors file ({error}); publish it again") from error
     _verify(manifest, tensors, where=where)
-    return tensors
+    return Received(path, tensors)
 
 
 def _verify(manifest: Manifest, tensors: dict[str, Tensor], *, where: str) -> None:

@@ -11,13 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from wingbeat.core.config import EngineConfig
 from wingbeat.core.errors import WingbeatError
@@ -39,24 +36,12 @@ from wingbeat.core.worker_protocol import (
     UpdateWeights,
     WeightsServed,
 )
-from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions, GrammarCompiler
-from wingbeat.trainer.models import load_model
-from wingbeat.weights.receive import load
+from wingbeat.weights.receive import Received, receive
+from wingbeat.workers.hosting import Backend, EmbeddedBackend, ModelHost
 from wingbeat.workers.link import Connected, Disconnected, Inbound
-from wingbeat.workers.main import WorkerArguments, resolve_device, run_worker
+from wingbeat.workers.main import WorkerArguments, run_worker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Hosted:
-    """One model in memory: its engine, and the merger that keeps LoRA bases."""
-
-    engine: EmbeddedEngine
-    model: PreTrainedModel
-    merger: AdapterMerger | None = None
-    lineage: int = 0
-    """Of the engine's policy version."""
 
 
 @dataclass(slots=True)
@@ -93,7 +78,7 @@ class Span:
 class Flight:
     """A request in progress; what was not yet sent is gathered per version span."""
 
-    model: Hosted
+    model: ModelHost
     stream: bool
     spans: list[Span] = field(default_factory=list)
 
@@ -105,7 +90,7 @@ class Flight:
 
     def drain(self, request_id: str, finish: FinishReason | None, error: str = "") -> list[TokenChunk]:
         """Everything gathered, the last chunk carrying the end of the request."""
-        spans, self.spans = self.spans or [Span(self.model.engine.policy_version, self.model.lineage)], []
+        spans, self.spans = self.spans or [Span(self.model.policy_version, self.model.lineage)], []
         chunks = [span.chunk(request_id) for span in spans]
         chunks[-1] = msgspec.structs.replace(chunks[-1], finish=finish, error=error)
         return chunks
@@ -118,12 +103,9 @@ class EngineWorker:
         self._host_id = host_id
         self._send = send
         self._specs: dict[str, PolicySpec] = {}
-        self._options: EngineConfig = EngineConfig()
-        self._seed = 0
-        self._live: dict[str, Hosted] = {}
-        self._pinned: dict[tuple[str, int], Hosted] = {}
-        self._grammars: dict[Path, GrammarCompiler] = {}
-        """By model folder: a live policy and its pinned versions have one tokenizer."""
+        self._backend: Backend | None = None
+        self._live: dict[str, ModelHost] = {}
+        self._pinned: dict[tuple[str, int], ModelHost] = {}
         self._flights: dict[str, Flight] = {}
         self._busy_s = 0.0
         self._stopped = False
@@ -140,19 +122,25 @@ class EngineWorker:
 
     def run(self, receive: Callable[..., list[Inbound]]) -> None:
         """Serve until told to shut down."""
-        while not self._stopped:
-            for message in receive(block=not self._has_work()):
-                self._handlers[type(message)](message)
-            started = time.perf_counter()
-            self._step()
-            self._busy_s += time.perf_counter() - started
+        try:
+            while not self._stopped:
+                for message in receive(block=not self._has_work()):
+                    self._handlers[type(message)](message)
+                started = time.perf_counter()
+                self._step()
+                self._busy_s += time.perf_counter() - started
+        finally:
+            for hosted in self._models():
+                hosted.close()
+            if self._backend is not None:
+                self._backend.close()
 
     def heartbeat(self) -> Heartbeat:
         """Called on the I/O thread; only reads."""
         busy, self._busy_s = self._busy_s, 0.0
         stats = {}
         for name, hosted in tuple(self._live.items()):
-            s = hosted.engine.stats()
+            s = hosted.stats()
             stats[name] = {
                 "running": float(s.running),
                 "waiting": float(s.waiting),
@@ -164,17 +152,17 @@ class EngineWorker:
             }
         return Heartbeat(busy_s=busy, stats=stats)
 
-    def _models(self) -> Iterable[Hosted]:
+    def _models(self) -> Iterable[ModelHost]:
         return (*self._live.values(), *self._pinned.values())
 
     def _has_work(self) -> bool:
-        return any(hosted.engine.has_work() for hosted in self._models())
+        return any(hosted.has_work() for hosted in self._models())
 
     def _step(self) -> None:
         chunks: list[TokenChunk] = []
         for hosted in self._models():
-            if hosted.engine.has_work():
-                for event in hosted.engine.step():
+            if hosted.has_work():
+                for event in hosted.step():
                     chunks += self._absorb(event)
         if chunks:
             self._send(Tokens(chunks=tuple(chunks)))
@@ -195,16 +183,18 @@ class EngineWorker:
 
     def _on_connected(self, message: Connected) -> None:
         welcome = message.welcome
-        self._options = EngineConfig.model_validate(welcome.engine)
-        self._seed = welcome.seed
+        if self._backend is None:
+            self._backend = EmbeddedBackend(EngineConfig.model_validate(welcome.engine), seed=welcome.seed)
         self._specs = {spec.name: spec for spec in welcome.policies}
         for name in [n for n in self._live if n not in self._specs]:
-            del self._live[name]
+            self._live.pop(name).close()
 
     def _on_disconnected(self, message: Disconnected) -> None:
         for request_id, flight in self._flights.items():
-            flight.model.engine.abort(request_id)
+            flight.model.abort(request_id)
         self._flights.clear()
+        for hosted in self._pinned.values():
+            hosted.close()
         self._pinned.clear()
 
     def _on_update(self, message: UpdateWeights) -> None:
@@ -214,8 +204,8 @@ class EngineWorker:
     def _update(self, manifest: Manifest) -> None:
         hosted = self._live.get(manifest.policy)
         if hosted is None:
-            hosted = self._live[manifest.policy] = self._load(self._specs[manifest.policy])
-        self._apply(hosted, manifest)
+            hosted = self._live[manifest.policy] = self._load(manifest.policy)
+        hosted.serve(manifest, self._received(manifest))
         self._send_served(manifest)
 
     def _on_pin(self, message: PinVersion) -> None:
@@ -225,8 +215,12 @@ class EngineWorker:
     def _pin(self, manifest: Manifest) -> None:
         key = (manifest.policy, manifest.version)
         if key not in self._pinned:
-            hosted = self._load(self._specs[manifest.policy])
-            self._apply(hosted, manifest)
+            hosted = self._load(manifest.policy)
+            try:
+                hosted.serve(manifest, self._received(manifest))
+            except BaseException:
+                hosted.close()
+                raise
             self._pinned[key] = hosted
         self._send_served(manifest, pinned=True)
 
@@ -246,6 +240,8 @@ class EngineWorker:
         for request_id in [r for r, f in self._flights.items() if f.model is released]:
             del self._flights[request_id]
             self._fail(request_id, f"policy {message.policy!r} version {message.version} was released meanwhile")
+        if released is not None:
+            released.close()
 
     def _on_generate(self, message: Generate) -> None:
         hosted = (
@@ -272,12 +268,12 @@ class EngineWorker:
             cache_key=message.cache_key,
         )
         self._flights[message.request_id] = Flight(hosted, message.stream)
-        hosted.engine.submit(request)
+        hosted.submit(request)
 
     def _on_abort(self, message: Abort) -> None:
         flight = self._flights.pop(message.request_id, None)
         if flight is not None:
-            flight.model.engine.abort(message.request_id)
+            flight.model.abort(message.request_id)
             self._send(Tokens(chunks=tuple(flight.drain(message.request_id, FinishReason.ABORT))))
 
     def _on_shutdown(self, message: Shutdown) -> None:
@@ -285,33 +281,13 @@ class EngineWorker:
 
     # --- models ----------------------------------------------------------------------------
 
-    def _load(self, spec: PolicySpec) -> Hosted:
-        device = resolve_device(self._options.device)
-        dtype = getattr(torch, spec.config["dtype"])
-        loaded = load_model(spec.model, dtype=dtype, device=device)
-        options = EngineOptions(
-            max_running=self._options.max_running,
-            kv_tokens=self._options.kv_tokens,
-            prefill_tokens=self._options.prefill_tokens,
-            kv_on_update=self._options.kv_on_update,
-            context_tokens=spec.context_tokens,
-        )
-        grammars = self._grammars.setdefault(loaded.folder, GrammarCompiler(loaded.folder))
-        engine = EmbeddedEngine(loaded.model, config=options, grammars=grammars, device=device, seed=self._seed)
-        return Hosted(engine, loaded.model)
+    def _load(self, policy: str) -> ModelHost:
+        assert self._backend is not None, "control sends commands only after the welcome"
+        return self._backend.load(self._specs[policy])
 
-    def _apply(self, hosted: Hosted, manifest: Manifest) -> None:
-        if not manifest.path:  # a frozen policy: the folder's own weights
-            return
-        tensors = load(manifest, host_id=self._host_id)
-        if manifest.adapter is None:
-            hosted.engine.update_weights(tensors, policy_version=manifest.version)
-        else:
-            if hosted.merger is None:
-                hosted.merger = AdapterMerger(hosted.model, adapter=manifest.adapter)
-            merged = hosted.merger.merge(tensors)
-            hosted.engine.update_weights(merged, policy_version=manifest.version, partial=True)
-        hosted.lineage = manifest.lineage
+    def _received(self, manifest: Manifest) -> Received | None:
+        """The weights; None for a frozen policy, which has the folder's own."""
+        return receive(manifest, host_id=self._host_id) if manifest.path else None
 
     def _guard(self, policy: str, command: str, action: Callable[[], None]) -> None:
         """Run a command; its failure is reported and leaves what was served before in place."""

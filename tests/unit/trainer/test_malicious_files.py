@@ -25,7 +25,7 @@ from wingbeat.server.episodes.sources import load_sources
 from wingbeat.tracking.serialize import load_graph, load_turns
 from wingbeat.trainer.checkpoint import CheckpointStore
 from wingbeat.trainer.models import load_model
-from wingbeat.weights.receive import load
+from wingbeat.weights.receive import receive
 
 
 class Bomb:
@@ -114,7 +114,7 @@ def test_published_weights_and_adapters(tmp_path: Path, bomb: bytes, mark: Path)
     path = tmp_path / "solver-00000001-0123456789abcdef.safetensors"
     path.write_bytes(bomb)
     manifest = Manifest("solver", 1, "full", str(path), "here", "0" * 64, len(bomb), (), "model", 0)
-    assert "not a safetensors file" in refused(lambda: load(manifest, host_id="here"), UnavailableError)
+    assert "not a safetensors file" in refused(lambda: receive(manifest, host_id="here"), UnavailableError)
     assert not mark.exists()
 
 

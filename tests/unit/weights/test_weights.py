@@ -19,7 +19,7 @@ from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
 from wingbeat.core.worker_protocol import AdapterInfo, Manifest, TensorInfo
 from wingbeat.weights.checksum import tensors_checksum
 from wingbeat.weights.publish import WeightPublisher
-from wingbeat.weights.receive import load
+from wingbeat.weights.receive import receive
 
 HOST = "host-a"
 
@@ -45,7 +45,7 @@ def _publish(publisher: WeightPublisher, version: int = 1, tensors: dict[str, Te
 
 def test_what_is_published_is_received(tmp_path: Path) -> None:
     manifest = _publish(_publisher(tmp_path / "w"), 7)
-    received = load(manifest, host_id=HOST)
+    received = receive(manifest, host_id=HOST).tensors
     wanted = _tensors()
     assert received.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -100,7 +100,7 @@ def test_adapters_carry_their_scale(tmp_path: Path) -> None:
 def test_release_and_close_delete_and_mapped_tensors_live_on(tmp_path: Path) -> None:
     publisher = _publisher(tmp_path / "w")
     first, second = _publish(publisher, 1), _publish(publisher, 2)
-    received = load(first, host_id=HOST)
+    received = receive(first, host_id=HOST).tensors
     publisher.release(1)
     publisher.release(1)
     assert not Path(first.path).exists()
@@ -126,7 +126,7 @@ def test_a_version_made_again_gets_another_file(tmp_path: Path) -> None:
         first = _publish(publisher, 3)
         again = _publish(publisher, 3, {"x": torch.zeros(2)})
         assert first.path != again.path
-        assert load(first, host_id=HOST).keys() == _tensors().keys()
+        assert receive(first, host_id=HOST).tensors.keys() == _tensors().keys()
         publisher.release(3)
         assert not list((tmp_path / "w").iterdir())
 
@@ -167,7 +167,7 @@ def test_publishing_is_atomic(tmp_path: Path) -> None:
 
 def test_another_host_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"tensors of another host cannot be mapped: .* on host host-a.* host host-b"):
-        load(_publish(_publisher(tmp_path)), host_id="host-b")
+        receive(_publish(_publisher(tmp_path)), host_id="host-b")
 
 
 def test_a_released_version_is_gone(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_released_version_is_gone(tmp_path: Path) -> None:
     manifest = _publish(publisher)
     publisher.release(1)
     with pytest.raises(VersionGone, match="no such file"):
-        load(manifest, host_id=HOST)
+        receive(manifest, host_id=HOST).tensors
 
 
 def _corrupt(path: Path, how: str) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused(how: str, message: str, tmp_path: Path) -> No
     manifest = _publish(_publisher(tmp_path))
     _corrupt(Path(manifest.path), how)
     with pytest.raises(UnavailableError, match=message):
-        load(manifest, host_id=HOST)
+        receive(manifest, host_id=HOST).tensors
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_manifest_that_promises_something_else_is_refused(
 ) -> None:
     manifest = _publish(_publisher(tmp_path))
     with pytest.raises(UnavailableError, match=message):
-        load(msgspec.structs.replace(manifest, **change), host_id=HOST)
+        receive(msgspec.structs.replace(manifest, **change), host_id=HOST)
 
 
 @pytest.mark.parametrize("policy", ["", "a/b", ".hidden"])

@@ -1,0 +1,129 @@
+"""What an engine worker hosts: models that sample, whatever engine runs them.
+
+:class:`~wingbeat.workers.engine.EngineWorker` drives all of them alike, one ``step`` after the other, and swaps their
+weights between steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from wingbeat.core.config import EngineConfig
+from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
+from wingbeat.core.worker_protocol import Manifest, PolicySpec
+from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions, GrammarCompiler
+from wingbeat.trainer.models import load_model
+from wingbeat.weights.receive import Received
+from wingbeat.workers.main import resolve_device
+
+
+class ModelHost(Protocol):
+    """One model in memory, at one version; driven by one thread."""
+
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def lineage(self) -> int:
+        """Of :attr:`policy_version`."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[TokenEvent]:
+        """What came since the last call; short, as other models and messages wait meanwhile."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+    def serve(self, manifest: Manifest, weights: Received | None) -> None:
+        """Serve these weights from the next step on; None: those of the model folder itself.
+
+        Raises WingbeatError, OSError, RuntimeError or ValueError where that cannot be, and then serves what it served.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what it holds; nothing is called afterwards."""
+        ...
+
+
+class Backend(Protocol):
+    """Makes model hosts."""
+
+    def load(self, spec: PolicySpec) -> ModelHost:
+        """The policy's base model.  May take its time."""
+        ...
+
+    def close(self) -> None:
+        """Free what all of them share."""
+        ...
+
+
+class EmbeddedHost:
+    """A model on the embedded engine, and the merger that keeps LoRA bases."""
+
+    def __init__(self, engine: EmbeddedEngine, model: PreTrainedModel) -> None:
+        self._engine = engine
+        self._model = model
+        self._merger: AdapterMerger | None = None
+        self._lineage = 0
+        self.submit = engine.submit
+        self.abort = engine.abort
+        self.has_work = engine.has_work
+        self.step = engine.step
+        self.stats = engine.stats
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def lineage(self) -> int:
+        return self._lineage
+
+    def serve(self, manifest: Manifest, weights: Received | None) -> None:
+        if weights is None:
+            return
+        if manifest.adapter is None:
+            self._engine.update_weights(weights.tensors, policy_version=manifest.version)
+        else:
+            if self._merger is None:
+                self._merger = AdapterMerger(self._model, adapter=manifest.adapter)
+            merged = self._merger.merge(weights.tensors)
+            self._engine.update_weights(merged, policy_version=manifest.version, partial=True)
+        self._lineage = manifest.lineage
+
+    def close(self) -> None:
+        """Its tensors go with it."""
+
+
+class EmbeddedBackend:
+    """Models on the embedded engine, in this process."""
+
+    def __init__(self, config: EngineConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._grammars: dict[Path, GrammarCompiler] = {}
+        """By model folder: a live policy and its pinned versions have one tokenizer."""
+
+    def load(self, spec: PolicySpec) -> EmbeddedHost:
+        device = resolve_device(self._config.device)
+        dtype = getattr(torch, spec.config["dtype"])
+        loaded = load_model(spec.model, dtype=dtype, device=device)
+        options = EngineOptions(
+            max_running=self._config.max_running,
+            kv_tokens=self._config.kv_tokens,
+            prefill_tokens=self._config.prefill_tokens,
+            kv_on_update=self._config.kv_on_update,
+            context_tokens=spec.context_tokens,
+        )
+        grammars = self._grammars.setdefault(loaded.folder, GrammarCompiler(loaded.folder))
+        engine = EmbeddedEngine(loaded.model, config=options, grammars=grammars, device=device, seed=self._seed)
+        return EmbeddedHost(engine, loaded.model)
+
+    def close(self) -> None:
+        """Nothing is shared but grammars."""
