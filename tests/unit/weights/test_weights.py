@@ -175,7 +175,7 @@ def test_a_released_version_is_gone(tmp_path: Path) -> None:
     manifest = _publish(publisher)
     publisher.release(1)
     with pytest.raises(VersionGone, match="no such file"):
-        receive(manifest, host_id=HOST).tensors
+        receive(manifest, host_id=HOST)
 
 
 def _corrupt(path: Path, how: str) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused(how: str, message: str, tmp_path: Path) -> No
     manifest = _publish(_publisher(tmp_path))
     _corrupt(Path(manifest.path), how)
     with pytest.raises(UnavailableError, match=message):
-        receive(manifest, host_id=HOST).tensors
+        receive(manifest, host_id=HOST)
 
 
 @pytest.mark.parametrize(
