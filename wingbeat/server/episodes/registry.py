@@ -34,6 +34,7 @@ from wingbeat.core.protocol import FinishReply, TaskModel
 from wingbeat.core.types import OUTCOME_OF, Cause, Outcome, Split
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.calls.replays import ReplayBook, SeenCalls
+from wingbeat.server.episodes.ended import let_go
 from wingbeat.server.keys.principals import MAY_HOLD_EPISODES, Role
 from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer, digest, keys_in
 from wingbeat.tracking.graph import EpisodeGraph
@@ -278,13 +279,8 @@ class EpisodeRegistry:
 
     def remember(self, episode: OpenEpisode) -> None:
         """Let go of an ended attempt's tokens and answers; keep its end for later calls."""
-        episode.graph = EpisodeGraph(episode.episode_id)
         self.replays.forget(episode.seen)
-        for marks in (episode.undelivered, episode.in_doubt, episode.resampled):
-            marks.clear()
-        for kept in (episode.instructed, episode.tools_by_digest, episode.captured_tools):
-            kept.clear()
-        episode.finishing = None
+        let_go(episode)
         self._tentative.pop(episode.key_digest, None)
         if self._running.get(episode.episode_id) is episode:
             del self._running[episode.episode_id]
