@@ -72,6 +72,7 @@ class HealthMonitor:
             "ratio": (config.ratio.action, _Ratio(config)),
             "entropy": (config.entropy.action, _Entropy(config.entropy)),
             "gradient": (config.gradient.action, _Gradient(config)),
+            "memory": (config.memory.action, _memory),
             "tokens": (config.tokens.action, _Tokens(config)),
             "hacking": (config.hacking.action, _Hacking(config.hacking)),
             "staleness": (config.staleness.action, _Staleness(max_staleness)),
@@ -223,6 +224,14 @@ class _Gradient:
         self._steps = config.gradient.patience
 
     def __call__(self, metrics: Metrics) -> Finding | Literal["fine", "unknown"]:
+        if skipped := metrics.get("skipped_steps", 0.0):
+            return Finding(
+                skipped,
+                0.0,
+                f"a gradient was not finite, and its update was skipped ({skipped:.0f} steps in a row, and after"
+                " `trainer.max_skipped_steps` training ends): lower `learning_rate`, look at `ratio/max`, or go back to"
+                " an earlier checkpoint",
+            )
         value = metrics.get("grad_norm")
         if value is None:
             return "unknown"
@@ -234,6 +243,22 @@ class _Gradient:
             f"the gradient was zero for {self._steps} steps: nothing is learnt. Are all rewards of each group equal"
             " (`frac_reward_zero_std`), or are all tokens clipped or masked (`clip_ratio/*`, `correction/*`)?",
         )
+
+
+def _memory(metrics: Metrics) -> Finding | Literal["fine", "unknown"]:
+    """Of forwards that did not fit; the trainer has made them smaller already, so what is left to do is to say so."""
+    retries = metrics.get("perf/oom_retries")
+    if retries is None:
+        return "unknown"
+    if not retries:
+        return "fine"
+    tokens = metrics.get("perf/micro_batch_tokens", 0.0)
+    return Finding(
+        retries,
+        0.0,
+        f"a training step ran out of memory {retries:.0f} times and was repeated in forwards of at most {tokens:.0f}"
+        f" tokens; set `trainer.micro_batch_tokens` to {tokens:.0f}, so that no step is begun in vain",
+    )
 
 
 class _Tokens:

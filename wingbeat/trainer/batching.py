@@ -1,7 +1,9 @@
-"""From rows to padded micro-batches of tensors.
+"""From rows to micro-batches: which rows go together, and padded tensors of them.
 
 Rows are padded on the right: with causal attention no real token ever sees padding, so padding changes
-speed only.  Token facts (advantage, weight, other models' opinions) are looked up per row, however rows are packed.
+speed only.  Rows that differ in length are packed instead, one behind another without padding
+(:mod:`wingbeat.trainer.row_forwards`).  Token facts (advantage, weight, other models' opinions) are looked up per
+row, however rows are packed.
 
 Letters: ``B`` rows, ``T`` padded tokens, ``N`` trained tokens.
 """
@@ -142,13 +144,65 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[
     return parts
 
 
+def padded_tokens(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
+    """What :func:`plan_micro_batches`'s parts hold, padding included."""
+    return sum(len(part) * lengths[part[0]] for part in parts)
+
+
+def plan_packs(lengths: Sequence[int], *, max_tokens: int, width: int) -> list[list[int]]:
+    """Partition indices into few parts of at most ``max_tokens`` tokens and nearly equal cost, without padding.
+
+    ``width`` is the model's hidden size: a row of ``L`` tokens costs ``L (12 width + L)``, its matrix products and
+    its attention.  The costliest row goes to the cheapest part with room for it, and so on (LPT: Graham 1969, "Bounds
+    on Multiprocessing Timing Anomalies").  A row longer than the budget gets a part of its own: it is never cut.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    long = [[index] for index in order if lengths[index] >= max_tokens]
+    rest = order[len(long) :]
+    count = _num_parts([lengths[index] for index in rest], max_tokens=max_tokens)
+    while (parts := _dealt(rest, lengths, count=count, max_tokens=max_tokens, width=width)) is None:
+        count += 1
+    return long + parts
+
+
+def _num_parts(descending: Sequence[int], *, max_tokens: int) -> int:
+    """How many parts first fit takes, which is few: counting up from the least thinkable can take minutes."""
+    room: list[int] = []
+    for length in descending:
+        place = next((place for place, left in enumerate(room) if left >= length), None)
+        if place is None:
+            room.append(max_tokens - length)
+        else:
+            room[place] -= length
+    return len(room)
+
+
+def _dealt(
+    order: Sequence[int], lengths: Sequence[int], *, count: int, max_tokens: int, width: int
+) -> list[list[int]] | None:
+    """Into ``count`` parts; None where some row finds no room."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens, costs = [0] * count, [0] * count
+    for index in order:
+        length = lengths[index]
+        roomy = [part for part in range(count) if tokens[part] + length <= max_tokens]
+        if not roomy:
+            return None
+        chosen = min(roomy, key=costs.__getitem__)
+        parts[chosen].append(index)
+        tokens[chosen] += length
+        costs[chosen] += length * (12 * width + length)
+    return parts
+
+
 def micro_batches(rows: Sequence[Row], *, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
     """Pack rows so that each batch has at most ``max_tokens`` tokens, padding included."""
     for part in plan_micro_batches([row.num_tokens for row in rows], max_tokens=max_tokens):
-        yield _collate([rows[index] for index in part], device=device)
+        yield collate([rows[index] for index in part], device=device)
 
 
-def _collate(rows: list[Row], *, device: torch.device) -> MicroBatch:
+def collate(rows: list[Row], *, device: torch.device) -> MicroBatch:
+    """Rows as one padded batch."""
     width = max(row.num_tokens for row in rows)
     input_ids_BT = np.zeros((len(rows), width), np.int64)
     attention_mask_BT = np.zeros((len(rows), width), np.int64)

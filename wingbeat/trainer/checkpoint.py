@@ -4,6 +4,10 @@
         state.safetensors   masters, optimiser moments and counts, by name
         state.json          step, lineage, format, the sha256 and size of state.safetensors, and a seal of all this
 
+What several processes trained, each of them writes: a file per process with its part of each tensor, and state.json
+says where every part lies (format 2).  Either form is loaded by any number of processes
+(:mod:`wingbeat.trainer.stored_state`).
+
 A checkpoint is written under a hidden name, synced, and renamed: it is there entirely or not at all.
 Loading verifies seal and checksum before using a byte, and falls back to the next older one.  There is no
 random state to save: a training step draws everything from its batch's seed.
@@ -11,7 +15,6 @@ random state to save: a training step draws everything from its batch's seed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -20,20 +23,25 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from wingbeat.core.errors import SetupError
 from wingbeat.core.files import sha256_of, sync
+from wingbeat.trainer.stored_state import (
+    FORMAT,
+    SCALARS,
+    SHARDED_FORMAT,
+    TENSORS,
+    DamagedCheckpoint,
+    StoredState,
+    WrittenParts,
+    seal_of,
+)
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-_TENSORS = "state.safetensors"
-_SCALARS = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
 
@@ -45,6 +53,16 @@ class Checkpointable(Protocol):
     def step(self) -> int: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load_state(self, tensors: Mapping[str, Tensor], *, step: int) -> None: ...
+
+
+@runtime_checkable
+class SharedCheckpointable(Protocol):
+    """What several processes hold together: each writes and reads its parts."""
+
+    @property
+    def step(self) -> int: ...
+    def save_parts(self, folder: Path) -> WrittenParts: ...
+    def load_parts(self, folder: Path, *, step: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +83,6 @@ class LoadReport:
     """Newer ones that are damaged."""
     lineage: int = 0
     """The lineage in which the restored step was taken; 0 where there was none to restore."""
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint's files are not what was written."""
 
 
 class CheckpointStore:
@@ -92,7 +106,7 @@ class CheckpointStore:
     def path_of(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
 
-    def save(self, trainer: Checkpointable, *, lineage: int = 0) -> Path:
+    def save(self, trainer: Checkpointable | SharedCheckpointable, *, lineage: int = 0) -> Path:
         """Write the trainer's state of a lineage durably, then delete what is not kept.
 
         Checkpoints of later steps are deleted too: the trainer went back, so they belong to an abandoned
@@ -116,7 +130,7 @@ class CheckpointStore:
         self._prune(step)
         return target
 
-    def load_latest(self, trainer: Checkpointable, *, max_step: int | None = None) -> LoadReport:
+    def load_latest(self, trainer: Checkpointable | SharedCheckpointable, *, max_step: int | None = None) -> LoadReport:
         """Restore the newest intact checkpoint (not beyond ``max_step``).
 
         A damaged one is skipped, reported and logged.  Raises SetupError where an intact checkpoint belongs
@@ -128,14 +142,19 @@ class CheckpointStore:
                 continue
             path = self.path_of(step)
             try:
-                tensors, lineage = _read(path, step=step)
+                stored = StoredState.verified(path, step=step)
+                tensors = None if isinstance(trainer, SharedCheckpointable) else stored.whole()
             except DamagedCheckpoint as error:
                 skipped.append(SkippedCheckpoint(path=path, reason=str(error)))
                 self._damaged.add(step)
                 logger.warning("checkpoint %s is damaged and was skipped: %s", path, error)
                 continue
-            trainer.load_state(tensors, step=step)
-            return LoadReport(step=step, skipped=tuple(skipped), lineage=lineage)
+            if isinstance(trainer, SharedCheckpointable):
+                trainer.load_parts(path, step=step)
+            else:
+                assert tensors is not None
+                trainer.load_state(tensors, step=step)
+            return LoadReport(step=step, skipped=tuple(skipped), lineage=stored.lineage)
         return LoadReport(step=None, skipped=tuple(skipped))
 
     def _prune(self, newest: int) -> None:
@@ -147,58 +166,19 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
 
-def _write(trainer: Checkpointable, folder: Path, *, lineage: int) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.state_tensors().items()}
-    save_file(tensors, folder / _TENSORS)
-    sync(folder / _TENSORS)
-    scalars = {
-        "format": FORMAT,
-        "step": trainer.step,
-        "lineage": lineage,
-        "files": {_TENSORS: {"sha256": sha256_of(folder / _TENSORS), "size": (folder / _TENSORS).stat().st_size}},
-    }
-    scalars["seal"] = _seal(scalars)
-    with (folder / _SCALARS).open("w", encoding="utf-8") as file:
+def _write(trainer: Checkpointable | SharedCheckpointable, folder: Path, *, lineage: int) -> None:
+    scalars: dict[str, Any] = {"format": FORMAT, "step": trainer.step, "lineage": lineage}
+    if isinstance(trainer, SharedCheckpointable):
+        scalars |= {"format": SHARDED_FORMAT, **trainer.save_parts(folder).facts()}
+    else:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.state_tensors().items()}
+        save_file(tensors, folder / TENSORS)
+        sync(folder / TENSORS)
+        size = (folder / TENSORS).stat().st_size
+        scalars["files"] = {TENSORS: {"sha256": sha256_of(folder / TENSORS), "size": size}}
+    scalars["seal"] = seal_of(scalars)
+    with (folder / SCALARS).open("w", encoding="utf-8") as file:
         json.dump(scalars, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync(folder)
-
-
-def _read(path: Path, *, step: int) -> tuple[dict[str, Tensor], int]:
-    """The verified tensors and the lineage of a checkpoint folder.
-
-    Raises DamagedCheckpoint, or SetupError on another format.
-    """
-    try:
-        scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text(encoding="utf-8"))
-        seal = scalars.pop("seal", None)  # (older checkpoints have none)
-        if seal is not None and seal != _seal(scalars):
-            raise DamagedCheckpoint(f"{_SCALARS} is not what was written (its seal differs)")
-        form, written = scalars["format"], scalars["step"]
-        lineage = int(scalars.get("lineage", 0))
-        wanted_sha, wanted_size = scalars["files"][_TENSORS]["sha256"], scalars["files"][_TENSORS]["size"]
-    except DamagedCheckpoint:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{_SCALARS} cannot be read ({type(error).__name__}: {error})") from error
-    if form != FORMAT:
-        raise SetupError(
-            f"checkpoint {path} has format {form!r}, this release reads format {FORMAT}; "
-            "resume with the release that wrote it, or use another run directory"
-        )
-    if written != step:
-        raise DamagedCheckpoint(f"{_SCALARS}: expected step {step}, got {written!r}")
-    try:
-        size = (path / _TENSORS).stat().st_size
-        if size != wanted_size:
-            raise DamagedCheckpoint(f"{_TENSORS}: expected {wanted_size} bytes, got {size}")
-        if sha256_of(path / _TENSORS) != wanted_sha:
-            raise DamagedCheckpoint(f"{_TENSORS}: the checksum differs from the one written")
-        return load_file(path / _TENSORS), lineage
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{_TENSORS} cannot be read ({error})") from error
-
-
-def _seal(scalars: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(scalars, sort_keys=True).encode()).hexdigest()

@@ -34,9 +34,12 @@ from wingbeat.core.config import PolicyConfig
 from wingbeat.core.config.trainer import CriticConfig
 from wingbeat.trainer.assignment import Assigned, Floats
 from wingbeat.trainer.logprobs import LogprobModel, Targets
+from wingbeat.trainer.memory import ForwardBudget
 from wingbeat.trainer.optimizer import PolicyOptimizer
 from wingbeat.trainer.row_forwards import Forward, RowForwards
 from wingbeat.trainer.rows import Row
+from wingbeat.trainer.shared_base import SharedBases
+from wingbeat.trainer.skips import SkipRule
 from wingbeat.trainer.trainable import load_trainable
 
 CRITIC = "critic."
@@ -79,13 +82,22 @@ class Critic:
     """Values tokens, and learns from returns.  The policy's ``config`` says how, its ``trainer.critic`` how fast."""
 
     def __init__(
-        self, source: Path, *, config: PolicyConfig, seed: int, device: torch.device, dtype: torch.dtype
+        self,
+        source: Path,
+        *,
+        config: PolicyConfig,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget: ForwardBudget | None = None,
+        bases: SharedBases | None = None,
     ) -> None:
+        """``budget`` is the policy's: what does not fit for one does not for the other; so are ``bases``."""
         self._config = config.trainer.critic or CriticConfig()
         self._device = device
-        base = load_trainable(source, config=config, seed=seed, device=device, dtype=dtype).base
+        base = load_trainable(source, config=config, seed=seed, device=device, dtype=dtype, bases=bases).base
         self._model = ValueModel(base)
-        self._forwards = RowForwards(self._model, config=config.trainer, device=device)
+        self._forwards = RowForwards(self._model, config=config.trainer, device=device, budget=budget)
         decoder = self._model.decoder
         trained = {name: tensor for name, tensor in decoder.named_parameters() if tensor.requires_grad}
         trained |= {_HEAD + name: tensor for name, tensor in self._model.head.named_parameters()}
@@ -101,11 +113,14 @@ class Critic:
         found = self._forwards.score(rows)
         return [found[row.index].astype(np.float64) if row.num_trained else np.zeros(0) for row in rows]
 
-    def fit(self, rows: Sequence[Row], assigned: Assigned, *, values_N: Sequence[Floats]) -> dict[str, float]:
+    def fit(
+        self, rows: Sequence[Row], assigned: Assigned, *, values_N: Sequence[Floats], skips: SkipRule
+    ) -> dict[str, float]:
         """Move the values towards the returns, by ``updates_per_batch`` updates over all rows; gives metrics.
 
         ``values_N`` are those at the step's start.  ``critic/explained_variance`` is theirs: 1 - Var(R - V) / Var(R),
-        left out where all returns are equal.  Raises WingbeatError where the critic has diverged.
+        left out where all returns are equal.  Raises NonFiniteGradient where ``skips`` allows no update more to be
+        skipped.
         """
         trained = [row for row in rows if row.num_trained]
         fitting = Fitting(assigned.returns_N, values_N, num_tokens=sum(row.num_trained for row in trained))
@@ -115,10 +130,15 @@ class Critic:
         norms: list[float] = []
         for _ in range(self._config.updates_per_batch):
             self._optimizer.zero_grad()
-            losses.append(sum(self._backward(forward, fitting) for forward in self._forwards.plan(trained)))
-            norms.append(self._optimizer.step(self._config.learning_rate))
-        metrics = {"critic/value_loss": losses[0], "critic/grad_norm": sum(norms) / len(norms)}
-        return metrics | _value_metrics(assigned.returns_N, values_N)
+            loss = self._forwards.budget.until_it_fits(
+                lambda: sum(self._backward(forward, fitting) for forward in self._forwards.plan(trained)),
+                clean=self._optimizer.zero_grad,
+            )
+            losses.append(loss)
+            norm = skips.unless_not_finite(lambda: self._optimizer.step(self._config.learning_rate))
+            norms += [] if norm is None else [norm]
+        metrics = {"critic/value_loss": losses[0]} | _value_metrics(assigned.returns_N, values_N)
+        return metrics | ({"critic/grad_norm": sum(norms) / len(norms)} if norms else {})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Weights and moments, for an exact-resume checkpoint."""

@@ -139,7 +139,7 @@ class _Frame:
     """A piece between its forward and its backward."""
 
     piece: Piece
-    hidden_TH: Tensor
+    hidden_1TH: Tensor
     logprobs: Tensor
     entropy: Tensor
     edges: slice
@@ -164,20 +164,24 @@ class _Walk:
 
     def descend(self, piece: Piece) -> None:
         """Run a piece forward."""
+        first, last = np.searchsorted(self._plan.edges.sources_E, (piece.start, piece.stop)).tolist()
+        hidden_1TH, logprobs, entropy = self._model.around(lambda: self._forward(piece, first=first, last=last))
+        self.logprobs_E[first:last], self.entropy_E[first:last] = logprobs.detach(), entropy.detach()
+        self._frames.append(_Frame(piece, hidden_1TH, logprobs, entropy, slice(first, last)))
+
+    def _forward(self, piece: Piece, *, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of the piece; logprobs and entropies of its edges ``[first, last)``."""
         plan = self._plan
-        first, last = np.searchsorted(plan.edges.sources_E, (piece.start, piece.stop)).tolist()
-        hidden_TH = self._model.decoder(
+        hidden_1TH = self._model.decoder(
             input_ids=self._tensor(plan.tokens_T[piece.start : piece.stop])[None],
             position_ids=self._tensor(plan.positions_T[piece.start : piece.stop])[None],
             attention_mask=None,
             use_cache=False,
             tree=_PieceAttention(plan, piece, path=self._path, device=self._device),
-        ).last_hidden_state[0]
+        ).last_hidden_state
         sources = self._tensor(plan.edges.sources_E[first:last] - piece.start)
         targets = self._targets.take(np.arange(first, last))
-        logprobs, entropy = self._model.score(gather(hidden_TH, sources), targets)
-        self.logprobs_E[first:last], self.entropy_E[first:last] = logprobs.detach(), entropy.detach()
-        self._frames.append(_Frame(piece, hidden_TH, logprobs, entropy, slice(first, last)))
+        return hidden_1TH, *self._model.score(gather(hidden_1TH[0], sources), targets)
 
     def add_loss(self, places_N: Ints, *, loss_of: RowsLoss) -> None:
         """Take the loss of rows that are complete, and what it wants of their edges."""
@@ -199,7 +203,7 @@ class _Walk:
             frame = self._frames.pop()
             # Also without a gradient of its own the piece must run backward, for what the pieces below want of it.
             roots = (
-                (frame.hidden_TH, torch.zeros_like(frame.hidden_TH)),
+                (frame.hidden_1TH, torch.zeros_like(frame.hidden_1TH)),
                 (frame.logprobs, self._grads_E[frame.edges]),
                 (frame.entropy, self._entropy_grads_E[frame.edges]),
             )

@@ -2,7 +2,8 @@
 
 Logits are the largest tensor of training (tokens x vocabulary).  Here the decoder runs over the whole
 micro-batch, only the hidden states that explain a trained token are gathered, and the head is applied
-to ``chunk_tokens`` of them at a time; the backward pass computes each chunk's logits again.
+to ``chunk_tokens`` of them at a time; the backward pass computes each chunk's logits again
+(:mod:`wingbeat.trainer.head`; a head that is more than a matrix product goes through torch's own checkpoints).
 
 A token drawn under top-p, top-k or a grammar has the logprob of a distribution over its support alone, so
 it is scored over the same support: at equal weights its ratio is then exactly 1.
@@ -17,7 +18,7 @@ sources ``[0, 1]``, because the logits at position ``t - 1`` explain the token a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,32 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from wingbeat.core.errors import SetupError
 from wingbeat.core.support import decode_support, listed_support
+from wingbeat.trainer.architectures import TRAINED
+from wingbeat.trainer.head import HeadTask, LogitTransform, is_plain, score_with_head
+from wingbeat.trainer.sharding import whole_run
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Allowed difference as a share of the largest value."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitTransform:
-    """What a model does to its head's output; a factor and then a soft cap, as its config says."""
-
-    factor: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> LogitTransform:
-        """Read from a Hugging Face config: ``logit_scale`` (Cohere), ``logits_scaling`` (Granite, a
-        divisor) and ``final_logit_softcapping`` (Gemma)."""
-        text = config.get_text_config()
-        factor = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-        softcap = getattr(text, "final_logit_softcapping", None)
-        return cls(factor=factor, softcap=None if softcap is None else float(softcap))
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.factor != 1.0:
-            logits = logits * self.factor
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +53,10 @@ class Targets:
 
     def __len__(self) -> int:
         return len(self.targets_N)
+
+    def blobs(self, piece: slice) -> list[bytes]:
+        """The supports of some of them, where they have any."""
+        return [self.support_table[index] for index in self.supports_N[piece] if index >= 0]
 
     def take(self, places: NDArray[np.int64]) -> Targets:
         """Some of them, in the order of ``places``."""
@@ -108,6 +94,8 @@ class LogprobModel:
         self._probe_head()
         self._vocabulary = vocabulary or self._vocabulary
         self._needs_mask = self._probe_padding()
+        self.around: Callable[[Callable[[], Any]], Any] = whole_run
+        """Runs one forward of decoder and head; weights that are sharded are gathered by it."""
 
     @property
     def model(self) -> Any:
@@ -137,7 +125,7 @@ class LogprobModel:
         position ``sources_N[n]``.
         """
         mask_BT = attention_mask_BT if self._needs_mask else None
-        return self.score(self._hidden(input_ids_BT, mask_BT)[rows_N, sources_N], targets)
+        return self.around(lambda: self.score(self._hidden(input_ids_BT, mask_BT)[rows_N, sources_N], targets))
 
     def score(self, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [N] of the targets that these hidden states explain.
@@ -161,11 +149,13 @@ class LogprobModel:
 
     def _score_alike(self, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Targets of which either all have a support or none has, a chunk at a time."""
+        head = self._model.get_output_embeddings()
+        if is_plain(head) and head.weight.shape[0] == self._vocabulary:
+            return score_with_head(hidden_NH, head, self._task(targets))
         parts: list[tuple[Tensor, Tensor]] = []
         for start in range(0, len(targets), self._chunk_tokens):
             piece = slice(start, start + self._chunk_tokens)
-            blobs_C = [targets.support_table[index] for index in targets.supports_N[piece] if index >= 0]
-            inputs = (hidden_NH[piece], targets.targets_N[piece], targets.temperatures_N[piece], blobs_C)
+            inputs = (hidden_NH[piece], targets.targets_N[piece], targets.temperatures_N[piece], targets.blobs(piece))
             if torch.is_grad_enabled():
                 parts.append(checkpoint(self._score, *inputs, use_reentrant=False, preserve_rng_state=False))
             else:
@@ -174,6 +164,22 @@ class LogprobModel:
             empty = hidden_NH.new_zeros(0, dtype=_at_least_float32(hidden_NH.dtype))
             return empty, empty
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _task(self, targets: Targets) -> HeadTask:
+        device = targets.targets_N.device
+
+        def allowed(piece: slice) -> Tensor | None:
+            blobs = targets.blobs(piece)
+            return self._allowed(blobs, device=device) if blobs else None
+
+        return HeadTask(
+            targets_N=targets.targets_N,
+            temperatures_N=targets.temperatures_N,
+            allowed=allowed,
+            transform=self._transform,
+            chunk_tokens=self._chunk_tokens,
+            entropy_gradient=self._entropy_gradient,
+        )
 
     def _hidden(self, input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
         return self._decoder(
@@ -250,7 +256,8 @@ class LogprobModel:
             raise SetupError(
                 f"model {type(self._model).__name__} cannot be trained: its head on its hidden states must give its "
                 f"own logits (shape {tuple(wanted.shape)}, within {tolerance:g}), got {what}; it transforms its logits "
-                "in a way unknown to this release, or is not deterministic in evaluation mode; use another model"
+                "in a way unknown to this release, or is not deterministic in evaluation mode; use another model: "
+                + ", ".join(TRAINED)
             )
 
     @torch.no_grad()
@@ -283,7 +290,7 @@ def _decoder_of(model: Any) -> nn.Module:
     if decoder is model or model.get_output_embeddings() is None:
         raise SetupError(
             f"model {type(model).__name__} cannot be trained: expected a causal LM with a decoder and output "
-            "embeddings; load it with AutoModelForCausalLM"
+            f"embeddings; use another model: {', '.join(TRAINED)}"
         )
     return decoder
 

@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from wingbeat.core.errors import DependencyMissing, ModelSourceError, SetupError
+from wingbeat.trainer.architectures import check_architecture
 from wingbeat.trainer.folders import checked_folder
 
 PYPI = "pypi:"
@@ -69,6 +70,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device |
     Raises ModelSourceError where it cannot be found or read, or lacks weights.
     """
     folder = resolve_model(source)
+    check_architecture(json.loads((folder / "config.json").read_bytes())["model_type"], folder=folder)
     try:
         model = _pretrained(folder, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

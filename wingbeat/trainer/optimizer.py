@@ -16,10 +16,17 @@ from torch import Tensor, nn
 
 from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError, WingbeatError
+from wingbeat.trainer.sharding import ALONE, Sharding
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master."
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""Those for which torch has AdamW in one kernel."""
+
+
+class NonFiniteGradient(WingbeatError):
+    """A gradient's norm is NaN or infinite; nothing has moved."""
 
 
 def lr_at(step: int, *, config: TrainerConfig, total_steps: int) -> float:
@@ -46,22 +53,36 @@ class PolicyOptimizer:
 
     Weight decay applies to parameters of two or more dimensions (matrices, embeddings, adapters), not to
     norms and biases.
+
+    With ``sharding`` it owns one process's part of each: parts are plain tensors that share their memory with the
+    sharded parameters, and a part may be empty.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, config: TrainerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, config: TrainerConfig, sharding: Sharding = ALONE
+    ) -> None:
         if not parameters:
             raise SetupError("there is nothing to train: expected at least one parameter that requires a gradient")
         self._parameters = dict(parameters)
+        self._sharding = sharding
         self._max_grad_norm = config.max_grad_norm
-        self._masters = {name: self._make_master(parameter) for name, parameter in self._parameters.items()}
+        locals_ = {name: sharding.local(parameter) for name, parameter in self._parameters.items()}
+        self._parts = {name for name, local in locals_.items() if local is not self._parameters[name]}
+        self._masters = {
+            name: local if name in self._parts else self._make_master(self._parameters[name])
+            for name, local in locals_.items()
+        }
+        held = [master for master in self._masters.values() if master.numel()]
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [m for m in self._masters.values() if m.ndim >= 2], "weight_decay": config.weight_decay},
-                {"params": [m for m in self._masters.values() if m.ndim < 2], "weight_decay": 0.0},
+                {"params": [m for m in held if m.ndim >= 2], "weight_decay": config.weight_decay},
+                {"params": [m for m in held if m.ndim < 2], "weight_decay": 0.0},
             ],
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
+            # One pass over each tensor, without temporaries of the model's size: 3 times faster on a CPU core.
+            fused=all(master.device.type in _FUSED_DEVICES for master in held),
         )
 
     def zero_grad(self) -> None:
@@ -81,13 +102,15 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Clip the gathered gradients, take one AdamW step, and return the global norm before clipping.
 
-        Raises WingbeatError, before anything has moved, where the norm is NaN or infinite.
+        Raises NonFiniteGradient, before anything has moved, where the norm is NaN or infinite.
         """
+        self._take_gradients()
         masters = list(self._masters.values())
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        own = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        norm = self._sharding.global_norm(own)
         value = float(norm)
         if not math.isfinite(value):
-            raise WingbeatError(
+            raise NonFiniteGradient(
                 f"expected a finite gradient norm, got {value}; this update was not applied (earlier ones of "
                 "its batch were). The policy has diverged: lower learning_rate, and resume from a checkpoint"
             )
@@ -97,6 +120,14 @@ class PolicyOptimizer:
         self._adamw.step()
         self._round_to_parameters()
         return value
+
+    def _take_gradients(self) -> None:
+        """Of the parts, from where the processes' sum was left; whole weights go, since they are about to change."""
+        self._sharding.release()
+        for name in sorted(self._parts):
+            gradient = self._sharding.local_gradient(self._parameters[name])
+            if gradient is not None:
+                self._masters[name].grad = gradient
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients gathered since :meth:`zero_grad`, by parameter name."""
@@ -120,10 +151,11 @@ class PolicyOptimizer:
         for name, master in self._masters.items():
             with torch.no_grad():
                 master.copy_(tensors[_MASTER + name])
-            if f"step.{name}" in tensors:
+            if f"step.{name}" in tensors and master.numel():
                 state = {key: tensors[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS}
-                # AdamW keeps its update count on the CPU.
-                self._adamw.state[master] = {"step": tensors[f"step.{name}"].to("cpu", copy=True), **state}
+                # AdamW counts its updates where it runs: in its kernel, or on the CPU.
+                where = master.device if self._adamw.defaults["fused"] else "cpu"
+                self._adamw.state[master] = {"step": tensors[f"step.{name}"].to(where, copy=True), **state}
         self._round_to_parameters()
 
     def check_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -162,6 +194,6 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def _round_to_parameters(self) -> None:
-        for parameter, master in zip(self._parameters.values(), self._masters.values(), strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+        for name, parameter in self._parameters.items():
+            if name not in self._parts and parameter is not self._masters[name]:
+                parameter.copy_(self._masters[name])

@@ -14,8 +14,11 @@ from tokenizers import Tokenizer
 from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import ModelSourceError, SetupError
 from wingbeat.trainer.logprobs import LogprobModel
+from wingbeat.trainer.memory import ForwardBudget
 from wingbeat.trainer.models import load_model
 from wingbeat.trainer.row_forwards import RowForwards
+from wingbeat.trainer.sharding import ALONE, Sharding
+from wingbeat.trainer.shared_base import SharedBases
 
 _SHOWN = 3
 
@@ -29,14 +32,17 @@ def load_frozen(
     config: TrainerConfig,
     device: torch.device,
     dtype: torch.dtype,
+    budget: ForwardBudget | None = None,
+    bases: SharedBases | None = None,
+    sharding: Sharding = ALONE,
 ) -> RowForwards:
     """The model ``source``, to score tokens of the policy in folder ``policy``, which has ``vocabulary`` logits.
 
-    ``role`` is its key in the configuration, for messages.  Raises SetupError where its vocabulary does not hold the
-    policy's, ModelSourceError where there is no such model.
+    ``role`` is its key in the configuration, for messages; ``bases`` holds it once for several users.  Raises
+    SetupError where its vocabulary does not hold the policy's, ModelSourceError where there is no such model.
     """
     try:
-        loaded = load_model(source, dtype=dtype, device=device)
+        loaded = (load_model if bases is None else bases.load)(source, dtype=dtype, device=device)
     except ModelSourceError as error:
         raise ModelSourceError(f"trainer.{role}: {error}") from error
     if loaded.folder != policy:
@@ -44,7 +50,7 @@ def load_frozen(
     model: Any = loaded.model
     model.requires_grad_(False)
     logprobs = LogprobModel(model, chunk_tokens=config.logprob_chunk_tokens, vocabulary=vocabulary)
-    return RowForwards(logprobs, config=config, device=device)
+    return RowForwards(logprobs, config=config, device=device, budget=budget, sharding=sharding)
 
 
 def check_vocabulary(folder: Path, *, policy: Path, role: str) -> None:

@@ -31,6 +31,7 @@ from wingbeat.trainer.reference import load_frozen
 from wingbeat.trainer.row_forwards import RowForwards
 from wingbeat.trainer.rows import Row
 from wingbeat.trainer.scores import PerRow, Scores
+from wingbeat.trainer.shared_base import SharedBases
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class PolicyUnderTraining:
     """Number of logits."""
     device: torch.device
     dtype: torch.dtype
+    bases: SharedBases | None = None
+    """Where frozen models are that other policies of this process use, too."""
 
 
 class Scoring:
@@ -77,6 +80,9 @@ class Scoring:
                 config=trainer,
                 device=policy.device,
                 dtype=policy.dtype,
+                budget=policy.forwards.budget,
+                bases=policy.bases,
+                sharding=policy.forwards.sharding.replica(),
             )
             for role, source in frozen.items()
             if source is not None

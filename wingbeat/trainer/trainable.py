@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from wingbeat.core.config import LoraConfig, PolicyConfig
 from wingbeat.core.errors import SetupError
 from wingbeat.trainer.models import load_model
+from wingbeat.trainer.shared_base import SharedBases
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,20 @@ class Trainable:
 
 
 def load_trainable(
-    source: Path, *, config: PolicyConfig, seed: int, device: torch.device, dtype: torch.dtype
+    source: Path,
+    *,
+    config: PolicyConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    bases: SharedBases | None = None,
 ) -> Trainable:
-    """The model of folder ``source``; with ``config.lora``, adapters that ``seed`` initialises."""
-    base: Any = load_model(source, dtype=dtype, device=device).model
+    """The model of folder ``source``; with ``config.lora``, adapters that ``seed`` initialises.
+
+    Only adapters are trained over ``bases``, which holds the frozen rest once for all its users.
+    """
+    load = load_model if bases is None or config.lora is None else bases.load
+    base: Any = load(source, dtype=dtype, device=device).model
     base.eval()
     base.requires_grad_(config.lora is None)
     model: Any = base if config.lora is None else _add_adapters(base, lora=config.lora, seed=seed)

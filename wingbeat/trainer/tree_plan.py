@@ -78,9 +78,10 @@ class TreePlan:
     """Tokens of all rows that train, as they would be forwarded without a tree."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> TreePlan:
-        """Plan ``rows``; one that trains nothing takes no part."""
+    def of(cls, rows: Sequence[Row], *, shares: bool = True) -> TreePlan:
+        """Plan ``rows``; one that trains nothing takes no part.  Unless it ``shares``, each is a tree of its own."""
         order, shared = depth_first_order(rows)
+        shared = shared if shares else [0] * len(shared)
         builder = _Builder()
         sources: list[Ints] = [np.zeros(0, np.int64)] * len(rows)
         for index, common in zip(order, shared, strict=True):

@@ -60,13 +60,16 @@ class TreeScorer:
         Call backward within the context: gradient checkpointing attends over the tree again there.
         """
         with tree_attention(self._scorer.decoder):
-            hidden_TH = self._hidden(plan, self._attend(plan))
-            sources_E = torch.from_numpy(plan.edges.sources_E).to(self._device)
-            targets = edge_targets(plan.edges, device=self._device)
-            scored = self._scorer.score(gather(hidden_TH, sources_E), targets)
-            edge_N = torch.from_numpy(plan.edge_N).to(self._device)
-            logprobs_N, entropy_N = (gather(values_E, edge_N) for values_E in scored)
-            yield logprobs_N, entropy_N
+            yield self._scorer.around(lambda: self._scored(plan))
+
+    def _scored(self, plan: TreePlan) -> tuple[Tensor, Tensor]:
+        hidden_TH = self._hidden(plan, self._attend(plan))
+        sources_E = torch.from_numpy(plan.edges.sources_E).to(self._device)
+        targets = edge_targets(plan.edges, device=self._device)
+        scored = self._scorer.score(gather(hidden_TH, sources_E), targets)
+        edge_N = torch.from_numpy(plan.edge_N).to(self._device)
+        logprobs_N, entropy_N = (gather(values_E, edge_N) for values_E in scored)
+        return logprobs_N, entropy_N
 
     def _hidden(self, plan: TreePlan, attend: Attend) -> Tensor:
         tokens_1T, positions_1T = (

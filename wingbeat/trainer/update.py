@@ -21,9 +21,11 @@ from wingbeat.trainer.logprobs import LogprobModel
 from wingbeat.trainer.loss_config import LossConfig
 from wingbeat.trainer.loss_stats import TokenStats, token_stats
 from wingbeat.trainer.losses import policy_loss
+from wingbeat.trainer.memory import ForwardBudget
 from wingbeat.trainer.row_forwards import Forward, RowForwards
 from wingbeat.trainer.rows import Row
 from wingbeat.trainer.second_moment import second_moment_kept
+from wingbeat.trainer.sharding import ALONE, Sharding
 from wingbeat.trainer.token_batch import TokenBatch
 from wingbeat.trainer.tree_plan import Ints
 from wingbeat.trainer.updates import Update
@@ -39,6 +41,8 @@ class PassResult:
     """Tokens of the rows."""
     forward_tokens: int = 0
     """Tokens that were forwarded for them, without padding."""
+    padded_tokens: int = 0
+    """The same with padding."""
 
     def __add__(self, other: PassResult) -> PassResult:
         return PassResult(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)})
@@ -48,11 +52,18 @@ class GradientPass:
     """Adds up the gradient of an update, sharing forwards as the config says (:class:`RowForwards`)."""
 
     def __init__(
-        self, logprobs: LogprobModel, *, config: TrainerConfig, loss_config: LossConfig, device: torch.device
+        self,
+        logprobs: LogprobModel,
+        *,
+        config: TrainerConfig,
+        loss_config: LossConfig,
+        device: torch.device,
+        budget: ForwardBudget | None = None,
+        sharding: Sharding = ALONE,
     ) -> None:
         self._loss_config = loss_config
         self._device = device
-        self.forwards = RowForwards(logprobs, config=config, device=device)
+        self.forwards = RowForwards(logprobs, config=config, device=device, budget=budget, sharding=sharding)
 
     @property
     def supports_trees(self) -> bool:
@@ -60,6 +71,8 @@ class GradientPass:
 
     def run(self, update: Update, *, measure: bool = False) -> PassResult:
         """Add the update's gradient to those of the parameters; with ``measure``, only look.
+
+        Raises DoesNotFit where memory runs out; then begin again, from clean gradients.
 
         Rows that have no gradient are not forwarded: their advantages are zero, and neither a KL term nor an
         entropy bonus, teacher or cross-entropy trains them.  Where all rows are so, all are forwarded without
@@ -69,10 +82,12 @@ class GradientPass:
         total = PassResult()
         rows = active or update.rows
         update = self._with_mask(rows, update=update)
-        with torch.set_grad_enabled(bool(active) and not measure):
-            for forward in self.forwards.plan(rows):
+        gradient, sharding = bool(active) and not measure, self.forwards.sharding
+        with torch.set_grad_enabled(gradient), sharding.running(gradient=gradient):
+            own = sharding.own(rows, shares=self.forwards.shares)
+            for forward in sharding.matched(self.forwards.plan(own)):
                 total += self._walked(forward, update) if forward.depth_first else self._scored(forward, update)
-        return total
+        return sharding.summed(total)
 
     def _trains(self, row: Row, *, update: Update) -> bool:
         credit, config = update.credit, self._loss_config
@@ -96,13 +111,13 @@ class GradientPass:
         return replace(update, scores=replace(update.scores, kept_N=kept))
 
     def _scored(self, forward: Forward, update: Update) -> PassResult:
-        facts = self._facts(forward, update)
         with self.forwards.scored(forward) as scored:
+            facts = self._facts(forward, update)
             tokens = facts.scored(*scored, on_policy_version=update.on_policy_version)
             loss = policy_loss(tokens, config=self._loss_config)
             if torch.is_grad_enabled():
                 loss.backward()
-        return self._result(forward, tokens, loss=loss)
+            return self._result(forward, tokens, loss=loss)
 
     def _walked(self, forward: Forward, update: Update) -> PassResult:
         facts = self._facts(forward, update)
@@ -125,4 +140,5 @@ class GradientPass:
             token_stats(tokens, config=self._loss_config),
             row_tokens=forward.row_tokens,
             forward_tokens=forward.forward_tokens,
+            padded_tokens=forward.padded_tokens,
         )

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
-from wingbeat.trainer.batching import Credit, TokenFacts, micro_batches, plan_micro_batches
+from wingbeat.trainer.batching import (
+    Credit,
+    TokenFacts,
+    micro_batches,
+    padded_tokens,
+    plan_micro_batches,
+    plan_packs,
+)
 from wingbeat.trainer.rows import build_rows, split_by_group
 
 
@@ -148,3 +155,27 @@ def test_splits_do_not_follow_the_order_of_arrival(make_batch: Callable[..., Tra
     episodes = make_batch(groups=6, size=2).episodes
     splits = {str(split_by_group(episodes, parts=2, seed=seed)) for seed in range(5)}
     assert len(splits) > 1
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 100))
+def test_packs_hold_every_row_once_within_the_budget(lengths: list[int], max_tokens: int) -> None:
+    packs = plan_packs(lengths, max_tokens=max_tokens, width=8)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    for pack in packs:
+        assert pack
+        assert len(pack) == 1 or sum(lengths[index] for index in pack) <= max_tokens
+
+
+def test_rows_of_which_no_two_fit_together_are_packed_alone() -> None:
+    """Counting up from the fewest thinkable packs would take a cube of their number."""
+    assert plan_packs([2100] * 1500, max_tokens=4096, width=8) == [[index] for index in range(1500)]
+
+
+def test_packs_are_balanced_by_cost_and_hold_no_padding() -> None:
+    """Long-tailed lengths: padded, a fifth and more would be padding."""
+    lengths = [int(20 * (1 + place) ** 0.9) for place in range(64)]
+    packs = plan_packs(lengths, max_tokens=4096, width=64)
+    assert len(packs) == -(-sum(lengths) // 4096)
+    costs = [sum(lengths[index] * (12 * 64 + lengths[index]) for index in pack) for pack in packs]
+    assert max(costs) <= 1.05 * sum(costs) / len(costs)
+    assert sum(lengths) / padded_tokens(lengths, plan_micro_batches(lengths, max_tokens=16384)) < 0.8

@@ -222,9 +222,9 @@ def test_a_save_killed_half_way_is_invisible_and_swept(tmp_path: Path) -> None:
 def test_another_release_s_format_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     path = store.save(Counter(1)) / "state.json"
-    scalars = json.loads(path.read_text()) | {"format": 2}
+    scalars = json.loads(path.read_text()) | {"format": 3}
     del scalars["seal"]
     seal = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(scalars | {"seal": seal}))
-    with pytest.raises(SetupError, match="format 2"):
+    with pytest.raises(SetupError, match="format 3"):
         store.load_latest(Counter())

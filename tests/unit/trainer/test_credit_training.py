@@ -31,8 +31,10 @@ FORMS: dict[str, dict[str, Any]] = {
 QUICK = ("turn", "penalties off ppo's tokens")
 MOSTLY_SLOW = [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMS]
 SHARING: list[dict[str, Any]] = [
-    {"prefix_tree": "off", "micro_batch_tokens": 1, "logprob_chunk_tokens": 3},
-    {"prefix_tree": "off", "micro_batch_tokens": 60},
+    {"prefix_tree": "off", "sequence_packing": "off", "micro_batch_tokens": 1, "logprob_chunk_tokens": 3},
+    {"prefix_tree": "off", "sequence_packing": "off", "micro_batch_tokens": 60},
+    {"prefix_tree": "off", "sequence_packing": "on"},
+    {"prefix_tree": "off", "sequence_packing": "on", "micro_batch_tokens": 40},
     *({"prefix_tree": "on", "prefix_tree_backend": backend} for backend in ("mask", "nodes", "depth_first")),
 ]
 
@@ -107,11 +109,14 @@ def test_packing_trees_and_order_never_change_a_gradient(
         "max_grad_norm": 1e9,
         "learning_rate": 1e-9,
     }
-    wanted = _state(make_form(form, **settings, prefix_tree="off"), batches)
+    wanted = _state(make_form(form, **settings, prefix_tree="off", sequence_packing="off"), batches)
     for sharing in SHARING:
         assert _distance(wanted, _state(make_form(form, **settings, **sharing), batches)) <= 1e-12
     turned = [msgspec.structs.replace(batch, episodes=batch.episodes[::-1]) for batch in batches]
-    assert _distance(wanted, _state(make_form(form, **settings, prefix_tree="off"), turned)) <= 1e-12
+    assert (
+        _distance(wanted, _state(make_form(form, **settings, prefix_tree="off", sequence_packing="off"), turned))
+        <= 1e-12
+    )
 
 
 @pytest.mark.parametrize("form", MOSTLY_SLOW)

@@ -22,6 +22,7 @@ from wingbeat.trainer.assignment import Assigned
 from wingbeat.trainer.critic import Critic, value_loss
 from wingbeat.trainer.rows import Row, build_rows
 from wingbeat.trainer.single import PolicyTrainer
+from wingbeat.trainer.skips import SkipRule
 
 pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
 
@@ -30,8 +31,10 @@ MakeBatch = Callable[..., TrainingBatch]
 MakeEpisode = Callable[..., EpisodeSamples]
 FORK = (-1, 0, 0, 1)
 SHARING: list[dict[str, Any]] = [
-    {"prefix_tree": "off", "micro_batch_tokens": 1},
-    {"prefix_tree": "off", "micro_batch_tokens": 40},
+    {"prefix_tree": "off", "sequence_packing": "off", "micro_batch_tokens": 1},
+    {"prefix_tree": "off", "sequence_packing": "off", "micro_batch_tokens": 40},
+    {"prefix_tree": "off", "sequence_packing": "on"},
+    {"prefix_tree": "off", "sequence_packing": "on", "micro_batch_tokens": 40},
     *({"prefix_tree": "on", "prefix_tree_backend": backend} for backend in ("mask", "nodes", "depth_first")),
     {"prefix_tree": "on", "prefix_tree_backend": "depth_first", "micro_batch_tokens": 8},
 ]
@@ -94,7 +97,7 @@ def _targets(rows: Sequence[Row]) -> list[np.ndarray]:
 def _fit(critic: Critic, rows: Sequence[Row]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of one fit, read from the first moment, and its metrics."""
     values_N = critic.values(rows)
-    metrics = critic.fit(rows, Assigned([], [], _targets(rows)), values_N=values_N)
+    metrics = critic.fit(rows, Assigned([], [], _targets(rows)), values_N=values_N, skips=SkipRule(0))
     return {name: t.clone() for name, t in critic.state_tensors().items() if ".exp_avg." in name}, metrics
 
 
@@ -171,7 +174,7 @@ def test_packing_and_trees_never_change_a_gradient(
 ) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", _norm)
     rows = _rows(episodes)
-    whole, metrics = _fit(_with_head(make_critic(prefix_tree="off", dtype=dtype)), rows)
+    whole, metrics = _fit(_with_head(make_critic(prefix_tree="off", sequence_packing="off", dtype=dtype)), rows)
     critic = _with_head(make_critic(dtype=dtype, **sharing))
     parts, part_metrics = _fit(critic, rows)
     assert _distance(whole, parts) <= tolerance

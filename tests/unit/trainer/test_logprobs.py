@@ -90,7 +90,7 @@ def test_heads_of_another_size_speak_of_the_same_tokens(build_model: Callable[..
     inputs["targets_N"][0] = 50
     wide, _ = _scored(LogprobModel(model, chunk_tokens=4, vocabulary=60), inputs)
     assert wide[0] == -torch.inf
-    assert torch.equal(wide[1:], same[1:])
+    torch.testing.assert_close(wide[1:], same[1:], atol=2e-6, rtol=1e-6)
 
 
 class CountingHead(nn.Module):
@@ -182,5 +182,5 @@ def _doubled(output: Any) -> Any:
 
 
 def test_a_bare_decoder_is_refused(build_model: Callable[..., Any]) -> None:
-    with pytest.raises(SetupError, match="AutoModelForCausalLM"):
+    with pytest.raises(SetupError, match=r"a decoder and output embeddings; use another model: .*llama"):
         LogprobModel(build_model("qwen3").model, chunk_tokens=8)

@@ -95,7 +95,7 @@ def test_accumulation_never_scales_the_gradient(
     norms: list[float] = []
     moments: list[dict[str, Tensor]] = []
     for tokens in (100_000, 160, 80, 40, 1):
-        trainer = make_trainer(micro_batch_tokens=tokens, prefix_tree="off", **settings)
+        trainer = make_trainer(micro_batch_tokens=tokens, prefix_tree="off", sequence_packing="off", **settings)
         norms.append(trainer.train_step(batch).metrics["grad_norm"])
         moments.append(_moments(trainer))
     assert norms == pytest.approx([norms[0]] * 5, rel=1e-12)

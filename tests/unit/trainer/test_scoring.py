@@ -130,7 +130,9 @@ def test_scores_do_not_depend_on_packing_or_trees(
     backend: str, make_trainer: MakeTrainer, make_batch: MakeBatch
 ) -> None:
     settings: dict[str, Any] = {"algorithm": "distill", "kl_coef": 0.1, "kl_in": "loss"}
-    plain = _scores(make_trainer(prefix_tree="off", micro_batch_tokens=1, **settings), make_batch())
+    plain = _scores(
+        make_trainer(prefix_tree="off", sequence_packing="off", micro_batch_tokens=1, **settings), make_batch()
+    )
     tree = _scores(make_trainer(prefix_tree="on", prefix_tree_backend=backend, **settings), make_batch())
     assert _equal(plain.reference_N, tree.reference_N)
     assert _equal(plain.teacher_N, tree.teacher_N)
@@ -144,12 +146,12 @@ def test_micro_batching_and_trees_never_change_a_gradient(
     second update amplifies rounding: it starts from where Adam's first one went.
     """
     layouts: list[tuple[dict[str, Any], float]] = [
-        ({"prefix_tree": "off", "micro_batch_tokens": 1}, 1e-12),
+        ({"prefix_tree": "off", "sequence_packing": "off", "micro_batch_tokens": 1}, 1e-12),
         ({"prefix_tree": "on", "micro_batch_tokens": 60}, 1e-6),
         ({"prefix_tree": "on", "prefix_tree_backend": "depth_first"}, 1e-6),
     ]
     settings = {"kind": "llama", "dtype": torch.float64, "max_grad_norm": 1e9} | options
-    whole = make_trainer(prefix_tree="off", micro_batch_tokens=100_000, **settings)
+    whole = make_trainer(prefix_tree="off", sequence_packing="off", micro_batch_tokens=100_000, **settings)
     wanted = whole.train_step(make_batch()).metrics
     amplified = 1e3 if "updates_per_batch" in options else 1
     for layout, tolerance in layouts:

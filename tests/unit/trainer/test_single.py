@@ -57,6 +57,7 @@ def test_micro_batching_never_changes_a_gradient(
     algorithm: Algorithm, dtype: torch.dtype, tolerance: float, make_trainer: MakeTrainer, make_batch: MakeBatch
 ) -> None:
     settings: dict[str, Any] = {"kind": "llama", "dtype": dtype, "algorithm": algorithm, "max_grad_norm": 1e9}
+    settings |= {"sequence_packing": "off"}  # its float64 proof is in test_credit_training
     whole, metrics = _gradient(make_trainer(micro_batch_tokens=100_000, **settings), make_batch())
     for tokens, chunk in ((1, 1000), (45, 3)):
         trainer = make_trainer(micro_batch_tokens=tokens, logprob_chunk_tokens=chunk, **settings)
@@ -79,6 +80,7 @@ def test_micro_batching_never_changes_a_correction(
     rules: dict[str, Any], make_trainer: MakeTrainer, make_batch: MakeBatch
 ) -> None:
     settings: dict[str, Any] = {"kind": "llama", "dtype": torch.float64, "max_grad_norm": 1e9} | rules
+    settings |= {"sequence_packing": "off"}
     whole, metrics = _gradient(make_trainer(micro_batch_tokens=100_000, **settings), make_batch())
     parts, part_metrics = _gradient(make_trainer(micro_batch_tokens=1, **settings), make_batch())
     assert _distance(whole, parts) <= 1e-12
@@ -381,3 +383,49 @@ def test_gradient_checkpointing_changes_nothing(
     plain, _ = _gradient(make_trainer(lora=lora), make_batch())
     recomputed, _ = _gradient(make_trainer(lora=lora, gradient_checkpointing=True), make_batch())
     assert _distance(plain, recomputed) <= 1e-6
+
+
+def test_samples_of_many_lengths_are_packed_and_of_one_length_padded(
+    make_trainer: MakeTrainer, make_batch: MakeBatch, make_sample: Callable[..., TrainingSample]
+) -> None:
+    settings: dict[str, Any] = {"prefix_tree": "off", "max_grad_norm": 1e9}
+    padded, plain = _gradient(make_trainer(sequence_packing="off", **settings), make_batch())
+    packed, metrics = _gradient(make_trainer(**settings), make_batch())
+    assert plain["perf/fill"] < 0.9
+    assert metrics["perf/fill"] == 1.0
+    assert _distance(padded, packed) <= 1e-5
+    rng = np.random.default_rng(0)
+    alike = [
+        msgspec.structs.replace(episode, samples=(make_sample(rng, episode.episode_id, length=12),))
+        for episode in make_batch().episodes
+    ]
+    batch = msgspec.structs.replace(make_batch(), episodes=tuple(alike))
+    for mode in ("auto", "off"):
+        assert (
+            make_trainer(sequence_packing=mode, **settings).train_step(batch).metrics["perf/forward_tokens"] == 12 * 8
+        )
+    assert make_trainer(sequence_packing="on", **settings).train_step(batch).metrics["perf/forward_tokens"] < 12 * 8
+
+
+@pytest.mark.parametrize("tree", ["off", "auto"])
+def test_packed_samples_are_each_forwarded_whole(
+    tree: str, make_trainer: MakeTrainer, make_batch: MakeBatch, make_sample: Callable[..., TrainingSample]
+) -> None:
+    """Those that begin alike, too, where prefix trees are off; the last token of each explains nothing."""
+    rng = np.random.default_rng(0)
+    tokens = np.zeros(18, np.int32)
+    episodes = [
+        msgspec.structs.replace(
+            episode,
+            samples=(
+                msgspec.structs.replace(
+                    make_sample(rng, episode.episode_id, length=length), token_ids=tokens[:length].tobytes()
+                ),
+            ),
+        )
+        for episode, length in zip(make_batch().episodes, range(10, 18), strict=True)
+    ]
+    batch = msgspec.structs.replace(make_batch(), episodes=tuple(episodes))
+    settings: dict[str, Any] = {"prefix_tree": tree, "sequence_packing": "on"}
+    metrics = make_trainer(**settings).train_step(batch).metrics
+    assert metrics["perf/forward_tokens"] == (sum(range(9, 17)) if tree == "off" else 16)

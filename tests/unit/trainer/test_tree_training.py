@@ -137,8 +137,8 @@ def _step(trainer: PolicyTrainer, batch: TrainingBatch) -> tuple[dict[str, Tenso
 )
 def test_turns_timelines_and_trees_give_one_gradient(rules: dict[str, Any], make_trainer: MakeTrainer) -> None:
     settings: dict[str, Any] = rules | {"max_grad_norm": 1e9}
-    wanted, turns = _step(make_trainer(prefix_tree="off", **settings), _by_turns(_batch()))
-    merged, rows = _step(make_trainer(prefix_tree="off", **settings), _batch())
+    wanted, turns = _step(make_trainer(prefix_tree="off", sequence_packing="off", **settings), _by_turns(_batch()))
+    merged, rows = _step(make_trainer(prefix_tree="off", sequence_packing="off", **settings), _batch())
     assert _distance(merged, wanted) <= 1e-5
     for tree in TREES:
         shared, metrics = _step(make_trainer(**tree, **settings), _batch())
@@ -168,7 +168,7 @@ def test_trees_change_nothing_that_is_trained(
     settings: dict[str, Any], backend: str, make_trainer: MakeTrainer
 ) -> None:
     common = {"max_grad_norm": 1e9} | settings
-    wanted, rows = _step(make_trainer(prefix_tree="off", **common), _batch())
+    wanted, rows = _step(make_trainer(prefix_tree="off", sequence_packing="off", **common), _batch())
     got, metrics = _step(make_trainer(prefix_tree="on", prefix_tree_backend=backend, **common), _batch())
     assert _distance(got, wanted) <= (1e-5 if settings.get("updates_per_batch", 1) == 1 else 1e-4)
     assert metrics["grad_norm"] == pytest.approx(rows["grad_norm"], rel=1e-4)
@@ -177,8 +177,8 @@ def test_trees_change_nothing_that_is_trained(
 @pytest.mark.parametrize("backend", ["mask", "nodes", "depth_first"])
 def test_bfloat16_trees_are_as_close_to_float32_as_rows(backend: str, make_trainer: MakeTrainer) -> None:
     common: dict[str, Any] = {"max_grad_norm": 1e9}
-    wanted, _ = _step(make_trainer(prefix_tree="off", **common), _batch())
-    rows, _ = _step(make_trainer(prefix_tree="off", dtype=torch.bfloat16, **common), _batch())
+    wanted, _ = _step(make_trainer(prefix_tree="off", sequence_packing="off", **common), _batch())
+    rows, _ = _step(make_trainer(prefix_tree="off", sequence_packing="off", dtype=torch.bfloat16, **common), _batch())
     tree, _ = _step(
         make_trainer(prefix_tree="on", prefix_tree_backend=backend, dtype=torch.bfloat16, **common), _batch()
     )
@@ -200,7 +200,7 @@ def test_replaying_a_batch_over_a_tree_gives_the_same_bits(backend: str, make_tr
 def test_auto_changes_no_bit_where_nothing_is_shared(
     make_trainer: MakeTrainer, make_batch: Callable[..., TrainingBatch]
 ) -> None:
-    off, auto = make_trainer(prefix_tree="off"), make_trainer(prefix_tree="auto")
+    off, auto = (make_trainer(prefix_tree=mode, sequence_packing="off") for mode in ("off", "auto"))
     for trainer in (off, auto):
         assert trainer.train_step(make_batch()).metrics["tree/sharing"] == 1.0
     left, right = off.state_tensors(), auto.state_tensors()
@@ -212,7 +212,7 @@ def test_a_batch_without_signal_is_measured_over_trees(make_trainer: MakeTrainer
     flat = msgspec.structs.replace(
         batch, episodes=tuple(msgspec.structs.replace(episode, reward=1.0) for episode in batch.episodes)
     )
-    wanted = make_trainer(prefix_tree="off").train_step(flat).metrics
+    wanted = make_trainer(prefix_tree="off", sequence_packing="off").train_step(flat).metrics
     for backend in ("auto", "depth_first"):
         metrics = make_trainer(prefix_tree="on", prefix_tree_backend=backend).train_step(flat).metrics
         assert metrics["grad_norm"] == 0.0

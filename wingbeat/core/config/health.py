@@ -53,10 +53,21 @@ class EntropyAlarm(Section):
 
 
 class GradientAlarm(Section):
-    """Steps change nothing."""
+    """Steps change nothing, or were skipped because their gradient was not finite."""
 
     action: Reaction = Field(default="warn", description=_REACTION)
-    patience: int = Field(default=5, ge=1, description="Steps in a row with a gradient of zero before it sounds.")
+    patience: int = Field(
+        default=5,
+        ge=1,
+        description="Steps in a row with a gradient of zero before it sounds; for one that is not finite one step is"
+        " enough.",
+    )
+
+
+class MemoryAlarm(Section):
+    """A training step ran out of memory, and was repeated in smaller forwards."""
+
+    action: Reaction = Field(default="warn", description=_REACTION)
 
 
 class TokensAlarm(Section):
@@ -90,6 +101,7 @@ class HealthConfig(Section):
     ratio: RatioAlarm = RatioAlarm()
     entropy: EntropyAlarm = EntropyAlarm()
     gradient: GradientAlarm = GradientAlarm()
+    memory: MemoryAlarm = MemoryAlarm()
     tokens: TokensAlarm = TokensAlarm()
     hacking: HackingAlarm = HackingAlarm()
     staleness: StalenessAlarm = StalenessAlarm()

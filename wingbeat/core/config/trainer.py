@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from wingbeat.core.config.processes import check_processes
 from wingbeat.core.config.section import Section
 
 Algorithm = Literal[
@@ -52,6 +53,12 @@ class LoraConfig(Section):
     )
     targets: list[str] | Literal["all-linear"] = Field(
         default="all-linear", description="Module names to adapt, as PEFT takes them."
+    )
+    group: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Policies of the same group share one base model: one trainer process, which they use by turns, and"
+        " one engine batch; unset: a copy of the base model, and a trainer, of its own.",
     )
 
 
@@ -191,10 +198,19 @@ class TrainerConfig(Section):
     updates_per_batch: int = Field(
         default=1, ge=1, description="Optimiser updates per step: the batch is split into so many by group."
     )
-    micro_batch_tokens: int = Field(
-        default=16384, ge=1, description="Padded tokens per forward; changes memory and speed, never gradients."
+    max_skipped_steps: int = Field(
+        default=3,
+        ge=0,
+        description="A step whose gradient is not finite moves no weight and is skipped; so many in a row, and the next"
+        " ends training.",
     )
-    logprob_chunk_tokens: int = Field(default=1024, ge=1, description="Positions whose logits exist at once.")
+    micro_batch_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Tokens per forward, padding included; changes memory and speed, never gradients. A forward that"
+        " runs out of memory halves it, until it is set to another value.",
+    )
+    logprob_chunk_tokens: int = Field(default=512, ge=1, description="Positions whose logits exist at once.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
     prefix_tree: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -209,6 +225,12 @@ class TrainerConfig(Section):
         description="How a tree attends: one masked call, one call per branch, FlexAttention (CUDA), or one path at a"
         " time for trees larger than memory.",
     )
+    sequence_packing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Samples that share too little for a tree lie one behind another in one forward, without padding;"
+        " changes speed, never gradients. `auto` does so where more than 3% would be padding, on a CPU or with"
+        " FlexAttention.",
+    )
     checkpoint_every: int = Field(default=50, ge=1, description="Steps between exact-resume checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoints are deleted.")
     replay: bool = Field(
@@ -217,7 +239,22 @@ class TrainerConfig(Section):
         " their episodes train again in a new lineage.",
     )
     threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
-    device: str = Field(default="auto", description="`auto` (torch.accelerator, else cpu) or a torch device.")
+    device: str = Field(
+        default="auto",
+        description="`auto` (torch.accelerator, else cpu) or a torch device; with `processes`, a kind of device, of"
+        " which each takes its own.",
+    )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that train the policy together, a device each: samples are dealt among them, weights and"
+        " optimiser state sharded. Changes speed and memory, never gradients.",
+    )
+    reshard: Literal["step", "layer"] = Field(
+        default="step",
+        description="With `processes`, whole weights are gathered once per update (fastest), or around each layer"
+        " (least memory).",
+    )
     control: Literal["none", "shuffled_advantages"] = Field(
         default="none", description="Negative control: shuffle advantages over the batch, so that nothing is learnt."
     )
@@ -259,6 +296,11 @@ class TrainerConfig(Section):
             )
         if algorithm != "gspo" and self.sequence_ratio != "geometric_mean":
             raise ValueError(f"sequence_ratio is of gspo, {algorithm} has a ratio per token; leave it unset")
+        return self
+
+    @model_validator(mode="after")
+    def _processes_fit(self) -> TrainerConfig:
+        check_processes(self)
         return self
 
     @model_validator(mode="after")
