@@ -24,6 +24,8 @@ class GenerateRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     cache_key: str = ""
+    adapter: str = ""
+    """Whose weights sample it, in an engine that holds adapters; "": the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,22 @@ class TokenEvent:
     error: str = ""
     supports: tuple[bytes, ...] = ()
     """One :mod:`wingbeat.core.support` blob per token, or () where every token was drawn from the whole vocabulary."""
+    lineage: int | None = None
+    """Of ``policy_version``; None: that which the engine's host has now."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """What an engine has computed of a request, for another that goes on with it."""
+
+    tokens: tuple[int, ...]
+    """Those that the KV is of: the prompt's and the sampled ones, but for the last."""
+    layers: tuple[tuple[Any, Any], ...]
+    """Keys and values [heads, tokens, head size] of each layer, all heads of the whole model."""
+    policy_version: int
+    lineage: int
+    model: str
+    """Shape and dtype of the model's KV; an engine takes over only what its own model would have computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,8 @@ class EngineStats:
     policy_version: int
     kv_tokens_free: int
     """Now."""
+    parallelism: int = 1
+    """Processes (devices) that share the model."""
 
 
 class SamplingEngine(Protocol):
@@ -79,6 +99,13 @@ class SamplingEngine(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def stats(self) -> EngineStats: ...
+    def export_kv(self, request_id: str) -> KvExport | None:
+        """What is computed of a running request; None where there is nothing that another engine could use."""
+        ...
+
+    def import_kv(self, request: GenerateRequest, export: KvExport) -> int:
+        """``submit``, with KV from elsewhere: the tokens that need no computing; 0 where the KV does not fit."""
+        ...
 
 
 class EpisodeSession(Protocol):

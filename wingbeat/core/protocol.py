@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from wingbeat.core.engine_protocol import EngineReply
 from wingbeat.core.types import OUTCOME_OF, REPORTABLE, Cause, Outcome, Split
 
 PROTOCOL_HEADER = "x-wingbeat-protocol"
@@ -376,6 +377,7 @@ class StatusReply(Wire):
     ended: str = ""
     """Why a complete run ended before its last step, where that is no fault: its tasks are exhausted."""
     policies: list[PolicyReply]
+    engines: list[EngineReply] = []
     open_episodes: int
     endings: dict[str, int] = {}
     """Attempts that ended since this process began, as ``outcome/cause``."""
@@ -384,6 +386,13 @@ class StatusReply(Wire):
     train_steps: int
     total_steps: int | None
     metrics: dict[str, float]
+
+
+class DrainRequest(Wire):
+    """``POST /api/engines/{name}/drain``: let an engine end what it has, and leave."""
+
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds that running generations get; what is left then goes on elsewhere."""
 
 
 class EvaluationRequest(Wire):

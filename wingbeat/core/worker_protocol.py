@@ -3,8 +3,8 @@
 Workers dial *out* to control over one WebSocket, ``GET /worker/v1`` with ``Authorization: Bearer
 <worker key>``; each binary frame is a msgpack array of the messages below, so that a busy side sends
 what has gathered as one frame.  It is the same on loopback as from behind a NAT.  Big tensors never
-travel in frames: a :class:`Manifest` names a safetensors file, which receivers map from shared memory
-if they are on the publisher's host.
+travel in frames: a :class:`Manifest` names files, which receivers map from shared memory if they are on
+the publisher's host, and pull over HTTP from the ``sources`` that they are told if they are not.
 
     worker                                control
       Register          ───────────────▶
@@ -14,11 +14,16 @@ if they are on the publisher's host.
       WeightsServed     ───────────────▶  (checksum now served)
                         ◀───────────────  Generate, Abort
       Tokens            ───────────────▶  (coalesced per decode step)
+                        ◀───────────────  MoveOut
+      MovedOut          ───────────────▶  (its KV; another engine goes on with it)
+                        ◀───────────────  Drain
+      Leave             ───────────────▶  (it takes no more, ends what it has, then goes)
     trainer
       TrainerReady      ───────────────▶  (step it stands at, manifest it published)
                         ◀───────────────  TrainStep (batch), SaveCheckpoint, Export, BeginLineage
                         ◀───────────────  ReleaseVersion, KeepVersions
-      StepDone          ───────────────▶  (metrics, new manifest)
+      StepDone          ───────────────▶  (metrics)
+      Published         ───────────────▶  (the step's manifest, once its files are there)
       CheckpointSaved   ───────────────▶
     both                ◀───────────────  Shutdown
       Failed            ───────────────▶
@@ -26,7 +31,7 @@ if they are on the publisher's host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -34,9 +39,18 @@ import msgspec
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+
+REFUSAL_HEADER = "x-wingbeat-refusal"
+"""Of the answer to a connection whose key is refused: why, in words (a WebSocket's client sees no body)."""
 
 Role = Literal["engine", "trainer"]
+
+MAX_KV_PER_FRAME = 64 * 2**20
+"""Bytes, unless one message alone has more (``engine.move_kv_bytes``)."""
+
+CONTROL = "control"
+"""Among the sources of weights: the server that the worker dials, under whatever address it does."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -51,6 +65,22 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     rank: int
     alpha: float
+
+
+class WeightFile(msgspec.Struct, frozen=True):
+    """A file from which receivers on other hosts make a version's tensors."""
+
+    name: str
+    """``GET /weights/v1/{policy}/{name}`` at every source."""
+    size_bytes: int
+    sha256: str
+    """Of the file's bytes, hex."""
+    encoding: Literal["full", "delta"]
+    """The whole set as safetensors, or what differs from another set (``wingbeat.weights.codecs``)."""
+    base_checksum: str = ""
+    """Of the tensors that a delta starts from."""
+    checksum: str = ""
+    """Of the tensors that it gives."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -71,6 +101,8 @@ class Manifest(msgspec.Struct, frozen=True):
     lineage: int = 0
     """Versions count on in every lineage; a receiver goes back where the lineage is a later one."""
     adapter: AdapterInfo | None = None
+    files: tuple[WeightFile, ...] = ()
+    """The full set, then deltas: the last one leads here, each other one to the base of the one behind it."""
 
 
 class PolicySpec(msgspec.Struct, frozen=True):
@@ -81,6 +113,10 @@ class PolicySpec(msgspec.Struct, frozen=True):
     context_tokens: int
     config: dict[str, Any]
     """``PolicyConfig.model_dump(mode="json")``."""
+    source: str = ""
+    """The model as the configuration names it: on another host ``model`` may not be there, and a hub name may."""
+    fingerprint: str = ""
+    """Of ``model`` (:mod:`wingbeat.core.model_files`): by it another host knows whether it has the same."""
 
 
 # --- worker to control -------------------------------------------------------------------------
@@ -97,6 +133,10 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     parallelism: int = 1
     bounded: bool = False
     """An engine that runs ``engine.max_running`` generations together, and would queue the others by itself."""
+    software: dict[str, str] = {}
+    """Versions of what decides its results: wingbeat, torch, python; the type of its device."""
+    relay_url: str = ""
+    """Where it serves weights to others; "" where it does not."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -104,6 +144,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Seconds of compute since the last heartbeat."""
     stats: dict[str, dict[str, float]] = {}
     """Per policy: engine stats or trainer stats."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The engine takes no more generations; it goes once it has ended those that it has, or its patience is over.
+
+    What it has not ended by then it hands over: it sends the tokens that it sampled so far and disconnects.
+    """
+
+    drain_s: float = 0.0
+    """Its patience in seconds."""
 
 
 class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -131,6 +181,8 @@ class WeightsServed(msgspec.Struct, frozen=True, tag="weights_served"):
     checksum: str
     pinned: bool = False
     lineage: int = 0
+    receive_s: float = 0.0
+    """How long it took to pull; 0 where the file was here."""
 
 
 class TrainerReady(msgspec.Struct, frozen=True, tag="trainer_ready"):
@@ -147,16 +199,30 @@ class TrainerReady(msgspec.Struct, frozen=True, tag="trainer_ready"):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+    """The step counts; its weights are being published meanwhile (:class:`Published` follows)."""
+
     policy: str
     batch_id: str
     step: int
-    manifest: Manifest
     metrics: dict[str, float]
     advantages: dict[str, float]
     """Per "episode_id:attempt:agent": the (sequence-level) advantage that was trained."""
     started_s: float
     """Wall clock (time.time) when the step began and ended, to measure overlap with rollouts."""
     ended_s: float
+
+
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """The weights of a step lie in files: they may be served.
+
+    Steps whose weights nobody will be served (all but the last one of a replay) have none.
+    """
+
+    policy: str
+    step: int
+    manifest: Manifest
+    seconds: float = 0.0
+    """From the copy of the weights until their files were there."""
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint_saved"):
@@ -172,6 +238,14 @@ class Exported(msgspec.Struct, frozen=True, tag="exported"):
     path: str
 
 
+class MovedOut(msgspec.Struct, frozen=True, tag="moved_out"):
+    """A generation left this engine; all its tokens were sent before.  Also the answer where it had ended already."""
+
+    request_id: str
+    kv: bytes = b""
+    """For ``Generate.kv`` of the engine that goes on; empty: that one computes it from the tokens."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A command failed without killing the worker."""
 
@@ -181,7 +255,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 WorkerMessage = (
-    Register | Heartbeat | Tokens | WeightsServed | TrainerReady | StepDone | CheckpointSaved | Exported | Failed
+    Register
+    | Heartbeat
+    | Leave
+    | Tokens
+    | MovedOut
+    | WeightsServed
+    | TrainerReady
+    | StepDone
+    | Published
+    | CheckpointSaved
+    | Exported
+    | Failed
 )
 
 
@@ -198,10 +283,18 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """``EngineConfig.model_dump(mode="json")`` for engines."""
     total_steps: int = 0
     """Steps of the whole run, for learning-rate schedules."""
+    host_id: str = ""
+    """Of control: a trainer of another host brings it what it publishes."""
+    weights: dict[str, Any] = {}
+    """``WeightsConfig.model_dump(mode="json")``."""
+    relay_key: str = ""
+    """With what workers ask one another for weight files; good for nothing else, and as long as this control lives."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
+    for_now: bool = False
+    """It may try again: what is in the way goes away by itself, or does not."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -223,20 +316,39 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     grammar: str = ""
     resumed_tokens: int = 0
     """Both as in ``SamplingParams``."""
+    kv: bytes = b""
+    """What :class:`MovedOut` brought of it; where it is of other weights, the prompt is computed anew."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class MoveOut(msgspec.Struct, frozen=True, tag="move_out"):
+    """Hand a generation over: what it sampled is sent, then ``MovedOut``, and it ends here without a finish."""
+
+    request_id: str
+    with_kv: bool = True
+    """Its KV, too, unless that is more than ``engine.move_kv_bytes`` or of more than one version's weights."""
+
+
 class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights"):
+    """Serve this version live: received in the background, swapped in between two steps."""
+
     manifest: Manifest
+    sources: tuple[str, ...] = ()
+    """Base URLs of servers that have its files, nearest first; :data:`CONTROL` is the one that the worker dials.
+
+    () on the publisher's host, and where the weights are those of the model folder.
+    """
 
 
 class PinVersion(msgspec.Struct, frozen=True, tag="pin_version"):
     """Keep serving this version beside the live one until unpinned (evaluation)."""
 
     manifest: Manifest
+    sources: tuple[str, ...] = ()
+    """As of :class:`UpdateWeights`."""
 
 
 class UnpinVersion(msgspec.Struct, frozen=True, tag="unpin_version"):
@@ -248,6 +360,10 @@ class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
     batch: TrainingBatch
     replay: bool = False
     """True when re-doing a logged step after a crash."""
+    publish: bool = True
+    """False where a later step of the same replay will be served."""
+    delta: bool = False
+    """Engines of other hosts wait for it: publish what differs from the version before, too."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save_checkpoint"):
@@ -288,6 +404,13 @@ class KeepVersions(msgspec.Struct, frozen=True, tag="keep_versions"):
     checksums: tuple[str, ...]
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """An engine should go without losing anything; answered by ``Leave``."""
+
+    drain_s: float
+    """Seconds that running generations get."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     reason: str = ""
 
@@ -297,6 +420,7 @@ ControlMessage = (
     | Refused
     | Generate
     | Abort
+    | MoveOut
     | UpdateWeights
     | PinVersion
     | UnpinVersion
@@ -306,6 +430,7 @@ ControlMessage = (
     | Export
     | ReleaseVersion
     | KeepVersions
+    | Drain
     | Shutdown
 )
 
@@ -317,6 +442,20 @@ _control_decoder: msgspec.msgpack.Decoder[list[ControlMessage]] = msgspec.msgpac
 def encode_frame(messages: Sequence[WorkerMessage] | Sequence[ControlMessage]) -> bytes:
     """One frame that carries all ``messages`` in order."""
     return _encoder.encode(messages)
+
+
+def encode_frames(messages: Sequence[WorkerMessage] | Sequence[ControlMessage]) -> Iterator[bytes]:
+    """As few frames as may carry ``messages`` in order: KV is big, and a receiver takes no frame of a gigabyte."""
+    batch: list[Any] = []
+    held = 0
+    for message in messages:
+        size = len(message.kv) if isinstance(message, Generate | MovedOut) else 0
+        if size and held and held + size > MAX_KV_PER_FRAME:
+            yield _encoder.encode(batch)
+            batch, held = [], 0
+        batch.append(message)
+        held += size
+    yield _encoder.encode(batch)
 
 
 def decode_from_worker(frame: bytes) -> list[WorkerMessage]:

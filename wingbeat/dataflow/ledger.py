@@ -209,11 +209,10 @@ class Ledger(AttemptWrites):
         step: int,
         metrics: Mapping[str, float],
         advantages: Mapping[str, float],
-        weights_checksum: str = "",
     ) -> Future[bool]:
         """A logged step was taken.  False: it was before (a replay), and what was recorded then stays.
 
-        ``advantages`` are keyed ``"episode_id:attempt:agent"``; ``weights_checksum`` is of what was published then.
+        ``advantages`` are keyed ``"episode_id:attempt:agent"``.  Its weights come later (:meth:`record_weights`).
         """
         now = self._clock()
         texts = (to_json(dict(metrics)), to_json(dict(advantages)))
@@ -228,12 +227,22 @@ class Ledger(AttemptWrites):
             if row[1] == "trained":
                 return False
             db.execute(
-                """UPDATE batches SET state = 'trained', trained_s = ?, metrics = ?, advantages = ?,
-                    weights_checksum = ? WHERE batch_id = ?""",
-                (now, *texts, weights_checksum, row[0]),
+                "UPDATE batches SET state = 'trained', trained_s = ?, metrics = ?, advantages = ? WHERE batch_id = ?",
+                (now, *texts, row[0]),
             )
             db.execute("UPDATE samples SET state = 'trained' WHERE batch_id = ? AND state = 'batched'", (row[0],))
             return True
+
+        return self._commits.submit(job)
+
+    def record_weights(self, policy: str, *, step: int, checksum: str) -> Future[None]:
+        """The weights of a step are published: a replay must give the same again.  Nothing, where it was abandoned."""
+
+        def job(db: sqlite3.Connection) -> None:
+            db.execute(
+                "UPDATE batches SET weights_checksum = ? WHERE policy = ? AND step = ? AND state = 'trained'",
+                (checksum, policy, step),
+            )
 
         return self._commits.submit(job)
 

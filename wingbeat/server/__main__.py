@@ -262,9 +262,15 @@ async def serve(
         raise RuntimeError("control failed; the log above says why") from control.error
 
 
+def _is_a_fault(record: logging.LogRecord) -> bool:
+    """uvicorn takes a WebSocket that was refused with an answer for an application that forgot to answer."""
+    return "without completing handshake" not in record.getMessage()
+
+
 def main(*, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
     """Entry point of the process; other clocks are for tests of what a jump of them does."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s control %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(_is_a_fault)
     launch = Launch.model_validate_json(Path(sys.argv[1]).read_bytes())
     end_with_supervisor(grace_s=ORPHAN_GRACE_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides

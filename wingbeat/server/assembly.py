@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wingbeat.core.model_files import fingerprint
 from wingbeat.core.worker_protocol import PolicySpec
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.operators import VarianceRule, build_chain
@@ -14,10 +15,14 @@ from wingbeat.server.episodes.finishing import Finishing, FinishingParts
 from wingbeat.server.episodes.rollout_parts import RolloutParts
 from wingbeat.server.episodes.rollouts import Rollouts
 from wingbeat.server.policies.host import HostContext, PolicyHost
+from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.server.status import blockers
 from wingbeat.server.teams.teams import TeamParts, Teams
 from wingbeat.server.variants.variants import VariantParts, Variants
+from wingbeat.server.weights.files import WeightFiles
+from wingbeat.server.weights.relay_plan import sources_for
 from wingbeat.tracking.template import ChatTemplate
+from wingbeat.weights.host import host_id
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
@@ -120,6 +125,25 @@ def make_director(control: Control) -> Director:
     )
 
 
+def make_weight_files(control: Control) -> WeightFiles:
+    """Engines are told from now on whom to ask for them."""
+    fan_out = control.config.weights.fan_out
+    control.engines.weights.sources_for = lambda link, manifest: sources_for(
+        link, manifest, control.engines.links, fan_out=fan_out
+    )
+    return WeightFiles(control.policies, run_dir=control.run_dir, host_id=host_id())
+
+
+def make_snapshots(control: Control) -> Snapshots:
+    return Snapshots(
+        control.policies,
+        run_dir=control.run_dir,
+        events=control.events,
+        changed=control.changed,
+        path_of=control.weight_files.path_of,
+    )
+
+
 def make_host(control: Control, name: str, model: Path) -> PolicyHost:
     """One policy with its buffer, operators and staleness rule; ``model`` is its resolved folder."""
     config, dataflow = control.config.policies[name], control.config.dataflow
@@ -132,6 +156,8 @@ def make_host(control: Control, name: str, model: Path) -> PolicyHost:
             model=str(model),
             context_tokens=config.context_tokens,
             config=config.model_dump(mode="json"),
+            source=config.model,
+            fingerprint=fingerprint(model),
         ),
         template=ChatTemplate.load(model, template=template),
         buffer=PolicyBuffer(
@@ -157,6 +183,7 @@ def make_host(control: Control, name: str, model: Path) -> PolicyHost:
             seed=control.config.run.seed,
             total_steps=control.config.run.steps,
             clock=control.clock,
+            encodes_deltas=control.config.weights.encoding == "auto",
             may_pass=lambda policy, version: control.barrier.may_pass(policy, version),
             starves=lambda policy, version: control.barrier.starves(policy, version),
             rebase=control.rebase,

@@ -45,8 +45,10 @@ from wingbeat.server.assembly import (
     make_finishing,
     make_host,
     make_rollouts,
+    make_snapshots,
     make_teams,
     make_variants,
+    make_weight_files,
 )
 from wingbeat.server.calls.gateway import Gateway
 from wingbeat.server.collect.conversations import CollectedEpisode
@@ -61,18 +63,16 @@ from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies.health import HealthWatch
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.server.restore import restore_run
 from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.teams.deciders import Deciders
-from wingbeat.server.workers.engines import EnginePool
 from wingbeat.server.workers.hub import WorkerHub, WorkerSession
-from wingbeat.server.workers.sessions import EngineSession, SessionParts, TrainerSession
+from wingbeat.server.workers.sessions import EngineSession, TrainerSession
+from wingbeat.server.workers.setup import make_admission, make_engines, make_session_parts
 from wingbeat.tracking.turns import Turn
 
 logger = logging.getLogger(__name__)
 
-ENGINE_WAIT_S = 120.0
 REAP_EVERY_S = 1.0
 
 
@@ -105,7 +105,8 @@ class Control:
         self.limits = Limits(config.limits, metrics=self.metrics, clock=clock)
         self.changed = Changed()
         self.overlap = OverlapMeter(clock)
-        self.engines = EnginePool(wait_s=ENGINE_WAIT_S, on_activity=self.overlap.generating)
+        self.engines = make_engines(self)
+        self.admission = make_admission(self)
         meta = RunMeta(run_id=run_dir.name, seed=config.run.seed, config=config.model_dump_json())
         self.ledger = Ledger.open(run_dir / "ledger.sqlite", run=meta, clock=wall)
         self.dealer = TaskDealer(
@@ -128,7 +129,8 @@ class Control:
         self.health = HealthWatch(
             config, events=self.events, metrics=self.metrics, ledger=self.ledger, watch=self.watch
         )
-        self.snapshots = Snapshots(self.policies, run_dir=run_dir, events=self.events, changed=self.changed)
+        self.weight_files = make_weight_files(self)
+        self.snapshots = make_snapshots(self)
         self.registry = EpisodeRegistry(keys, clock=clock)
         self.registry.on_add = self.limits.began
         self.evaluations = Evaluations(
@@ -142,14 +144,7 @@ class Control:
         self.collecting = make_collecting(self, keys, wall=wall)
         self.gateway = Gateway(self.policies, self.engines, self.metrics, capture=self._capture)
         self.hub = WorkerHub(keys, heartbeat_s=config.server.heartbeat_s, admit=self._admit_worker)
-        self._session_parts = SessionParts(
-            self.engines,
-            self.policies,
-            self.events,
-            self.changed,
-            is_stopping=lambda: self.stopping,
-            max_running=config.engine.max_running,
-        )
+        self._session_parts = make_session_parts(self)
         self.director = make_director(self)
         self.stopping = False
         self.error: BaseException | None = None
@@ -296,6 +291,7 @@ class Control:
             "staleness/bound": float(self.config.dataflow.max_staleness),
             "perf/sampled_tokens": float(self.engines.generated_tokens),
             "perf/overlap_frac": self.overlap.fraction,
+            **host.publish_metrics,
             "time/elapsed_s": self.clock() - self._started,
             **self.finishing.sources.step(host.name, host.last_batch, self.dealer.places()),
             **self.variants.meter.step(host.name),
@@ -304,7 +300,9 @@ class Control:
             **host.buffer.token_metrics(),
             **host.chain.metrics(),
         }
-        values |= self.health.after_step(host, values)
+        alarms = self.health.after_step(host, values)
+        self.engines.weights.doubt(host.name, "alarm/mismatch" in alarms)
+        values |= alarms
         self.metrics.step(host.name, host.version, values)
         line = {"policy": host.name, "step": host.version, **values}
         self._metrics_file.append(json.dumps(line))
@@ -312,7 +310,7 @@ class Control:
         for reason, count in host.buffer.discards.items():
             self.metrics.set_discarded(host.name, reason, count.num_episodes)
         await self.snapshots.follow(host)
-        self.director.after_step(host)
+        await self.director.after_step(host)
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -322,15 +320,19 @@ class Control:
         if self.stopping:
             return Refused("the server is stopping"), None
         if register.role == "engine":
-            specs = tuple(h.spec for h in self.policies.values())
+            if refusal := self.admission.refusal(register, self.engines.links):
+                self.events.emit("engine_refused", worker_id=register.worker_id, reason=refusal.reason)
+                return refusal, None
+            specs = tuple(h.spec for n, h in self.policies.items() if not register.policies or n in register.policies)
             return self._welcome(register, specs), EngineSession(self._session_parts, register, send)
-        if len(register.policies) != 1 or register.policies[0] not in self.policies:
-            return Refused(f"a trainer hosts one of {', '.join(self.policies)}, got {register.policies}"), None
-        host = self.policies[register.policies[0]]
-        if not host.config.trainable or (host.has_trainer and host.trainer_id != register.worker_id):
-            return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
-        return self._welcome(register, (host.spec,)), TrainerSession(
-            host, register, send, is_stopping=lambda: self.stopping
+        hosts = [self.policies[name] for name in dict.fromkeys(register.policies) if name in self.policies]
+        if not hosts or len(hosts) != len(register.policies):
+            return Refused(f"a trainer hosts some of {', '.join(self.policies)}, got {register.policies}"), None
+        for host in hosts:
+            if not host.config.trainable or (host.has_trainer and host.trainer_id != register.worker_id):
+                return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
+        return self._welcome(register, tuple(host.spec for host in hosts)), TrainerSession(
+            hosts, register, send, is_stopping=lambda: self.stopping
         )
 
     def _welcome(self, register: Register, specs: tuple[PolicySpec, ...]) -> Welcome:
@@ -342,6 +344,9 @@ class Control:
             seed=self.config.run.seed,
             engine=self.config.engine.model_dump(mode="json"),
             total_steps=self.config.run.steps,
+            host_id=self.weight_files.host_id,
+            weights=self.config.weights.model_dump(mode="json"),
+            relay_key=self.weight_files.relay_key,
         )
 
     @property

@@ -63,14 +63,16 @@ class Director:
         self._parts.events.emit("complete", **self._parts.summary(), **({"ended": self.ended} if self.ended else {}))
         self._parts.changed.notify()
 
-    def after_step(self, host: PolicyHost) -> None:
-        """Evaluate every so many steps, at the version that just came to be."""
-        every = self._parts.config.eval.every
-        if every and host.version % every == 0 and host.version < self._parts.config.run.steps:
-            if self._can_evaluate():
-                self._evaluate(host, "during")
-            else:
-                self._parts.events.emit("evaluation_skipped", policy=host.name, version=host.version)
+    async def after_step(self, host: PolicyHost) -> None:
+        """Evaluate every so many steps, at the version that just came to be; its next step waits for its weights."""
+        every, version = self._parts.config.eval.every, host.version
+        if not every or version % every or version >= self._parts.config.run.steps:
+            return
+        await host.until_published(version)
+        if host.newest == version and self._can_evaluate():
+            self._evaluate(host, "during")
+        else:
+            self._parts.events.emit("evaluation_skipped", policy=host.name, version=version)
 
     async def _evaluate_before(self) -> None:
         """At version 0; skipped where the eval tasks come only after the first step, or never."""
@@ -81,8 +83,8 @@ class Director:
 
     async def _evaluate_after(self) -> None:
         # after a restart, a trainer has yet to tell of its weights; meanwhile the last eval source may be removed
-        await self._until(lambda: self._can_evaluate() or not self._parts.dealer.num_tasks(Split.EVAL))
-        for host in self._trainable if self._can_evaluate() else ():
+        await self._until(lambda: self._can_evaluate_all() or not self._parts.dealer.num_tasks(Split.EVAL))
+        for host in self._trainable if self._can_evaluate_all() else ():
             if not host.halted:
                 self._evaluate(host, "after")
         await self._until(lambda: not self._parts.evaluations.running)
@@ -130,8 +132,12 @@ class Director:
 
     def _can_evaluate(self) -> bool:
         return self._parts.dealer.num_tasks(Split.EVAL) > 0 and all(
-            h.manifest_of(h.version) is not None for h in self._parts.policies.values()
+            h.manifest_of(h.newest) is not None for h in self._parts.policies.values()
         )
+
+    def _can_evaluate_all(self) -> bool:
+        """Every policy, at its last version."""
+        return self._can_evaluate() and all(h.newest == h.version for h in self._parts.policies.values())
 
     def _evaluate(self, host: PolicyHost, name: str) -> None:
         config = self._parts.config.eval

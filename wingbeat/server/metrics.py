@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from wingbeat.server.collect.metrics import CollectMetrics
 from wingbeat.server.variants.metrics import VariantMeter
+from wingbeat.server.workers.metrics import EngineMetrics
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
 
@@ -73,14 +72,7 @@ class ControlMetrics:
         self.leases = Gauge("wingbeat_leases", "Slots that are leased and not begun yet.", registry=r)
         self.in_flight = Gauge("wingbeat_requests_in_flight", "Generations running or waiting now.", registry=r)
         self.waiting = Gauge("wingbeat_requests_waiting", "Generations that wait for room in an engine.", registry=r)
-        self.engines = Gauge("wingbeat_engines", "Engines connected now.", registry=r)
-        self.engine_requests = Gauge(
-            "wingbeat_engine_requests",
-            "Requests inside an engine, as of its last heartbeat.",
-            ["worker", "policy", "state"],
-            registry=r,
-        )
-
+        self.of_engines = EngineMetrics(r)
         self.collect = CollectMetrics(r)
 
     def turn(self, policy: str, num_tokens: int, seconds: float) -> None:
@@ -105,14 +97,6 @@ class ControlMetrics:
         self.version.labels(policy).set(version)
         for name, value in values.items():
             self.train.labels(policy, name).set(value)
-
-    def engine_stats(self, engines: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-        """What the connected engines last reported, by worker and policy."""
-        self.engine_requests.clear()
-        for worker, policies in engines.items():
-            for policy, stats in policies.items():
-                for state in ("running", "waiting"):
-                    self.engine_requests.labels(worker, policy, state).set(stats.get(state, 0.0))
 
     def render(self) -> bytes:
         """The text exposition format."""

@@ -8,6 +8,7 @@ from wingbeat.core.protocol import PolicyReply, StatusReply
 from wingbeat.core.types import Split
 from wingbeat.server.episodes.registry import EpisodeState
 from wingbeat.server.policies.host import PolicyHost, TrainerState
+from wingbeat.server.workers.report import engine_blockers, engine_replies
 
 if TYPE_CHECKING:
     from wingbeat.server.control import Control
@@ -30,7 +31,7 @@ def blockers(control: Control) -> list[str]:
         )
     if control.ledger.blocked:
         found.append(control.ledger.blocked)
-    found += [failure for link in control.engines.links for failure in link.failures.values()]
+    found += engine_blockers(control.engines)
     if not control.engines.links:
         found.append("no engine is connected")
     if not control.complete:
@@ -134,6 +135,7 @@ def status_reply(control: Control) -> StatusReply:
         blockers=blockers(control),
         warnings=[
             *control.ledger_watch.warnings,
+            *control.admission.warnings(control.engines.links),
             *control.health.warnings,
             *(w for h in control.policies.values() for w in h.trainer.warnings),
             *(w for h in control.policies.values() for w in h.chain.warnings),
@@ -141,6 +143,7 @@ def status_reply(control: Control) -> StatusReply:
         ],
         ended=control.director.ended,
         policies=[policy_reply(control, h) for h in control.policies.values()],
+        engines=engine_replies(control.engines),
         open_episodes=len(control.registry.open_episodes()),
         endings=dict(control.endings.counts),
         groups_in_flight=counts.num_groups,

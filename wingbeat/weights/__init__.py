@@ -1,7 +1,11 @@
-"""Versioned weights: published as safetensors files, received by memory-mapping, proven by checksum.
+"""Versioned weights: published as files, received by memory-mapping or over HTTP, proven by checksum.
 
-A publisher writes each policy version once, under a name that never changes its content; a receiver on
-the same host maps that file and recomputes the checksum from the bytes it will serve.
+    publish ◀── overlap      each version once, beside training; the last ones also as deltas (codecs)
+    receive ◀── receiver     maps the publisher's file on its host; elsewhere pulls into a store of the host
+                  ├── pull       one file, from the nearest source, resumed and verified
+                  ├── store      what one host holds, for all its engines
+                  └── relay      passes it on to other hosts
+    upload                   from a trainer to a control on another host
 
 This module exports nothing, so that ``weights.host`` can be used without torch.
 """

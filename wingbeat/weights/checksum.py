@@ -52,5 +52,7 @@ def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The row-major bytes of a tensor; no copy is made if it is contiguous on the CPU already."""
+    if not tensor.numel():  # whose strides may be anything
+        return memoryview(b"")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -23,6 +23,8 @@ class Received:
     """The whole set, as safetensors."""
     tensors: Mapping[str, Tensor]
     """``path``, memory-mapped."""
+    receive_s: float = 0.0
+    """How long it took to pull; 0 where it was here."""
 
 
 def receive(manifest: Manifest, *, host_id: str) -> Received:
@@ -37,10 +39,14 @@ def receive(manifest: Manifest, *, host_id: str) -> Received:
     if manifest.host_id != host_id:
         raise SetupError(
             f"tensors of another host cannot be mapped: policy {manifest.policy!r} version {manifest.version} was "
-            f"published on host {manifest.host_id}, this is host {host_id}; run this worker on the trainer's host"
+            f"published on host {manifest.host_id}, this is host {host_id}; no source was named that has its files"
         )
-    where = f"policy {manifest.policy!r} version {manifest.version} ({manifest.path})"
-    path = Path(manifest.path)
+    return map_file(manifest, Path(manifest.path))
+
+
+def map_file(manifest: Manifest, path: Path) -> Received:
+    """As :func:`receive`, of the whole set at ``path``."""
+    where = f"policy {manifest.policy!r} version {manifest.version} ({path})"
     try:
         size = path.stat().st_size
         if size != manifest.size_bytes:

@@ -19,6 +19,7 @@ from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptio
 from wingbeat.trainer.models import load_model
 from wingbeat.weights.receive import Received
 from wingbeat.workers.main import resolve_device
+from wingbeat.workers.shared_engine import SharedEngine
 
 
 class ModelHost(Protocol):
@@ -35,7 +36,10 @@ class ModelHost(Protocol):
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[TokenEvent]:
-        """What came since the last call; short, as other models and messages wait meanwhile."""
+        """What came since the last call; short, as other models and messages wait meanwhile.
+
+        Hosts that share an engine take one step together: that of one of them brings what came for all.
+        """
         ...
 
     def stats(self) -> EngineStats: ...
@@ -54,13 +58,24 @@ class ModelHost(Protocol):
 class Backend(Protocol):
     """Makes model hosts."""
 
-    def load(self, spec: PolicySpec) -> ModelHost:
-        """The policy's base model.  May take its time."""
+    def load(self, spec: PolicySpec, *, pinned: bool = False) -> ModelHost:
+        """The policy's base model.  May take its time.  ``pinned``: beside the live one, for an evaluation."""
         ...
 
     def close(self) -> None:
         """Free what all of them share."""
         ...
+
+
+def engine_options(config: EngineConfig, *, context_tokens: int | None) -> EngineOptions:
+    """What the configuration says of one embedded engine."""
+    return EngineOptions(
+        max_running=config.max_running,
+        kv_tokens=config.kv_tokens,
+        prefill_tokens=config.prefill_tokens,
+        kv_on_update=config.kv_on_update,
+        context_tokens=context_tokens,
+    )
 
 
 class EmbeddedHost:
@@ -76,6 +91,9 @@ class EmbeddedHost:
         self.has_work = engine.has_work
         self.step = engine.step
         self.stats = engine.stats
+        self.kv_bytes = engine.kv_bytes
+        self.export_kv = engine.export_kv
+        self.import_kv = engine.import_kv
 
     @property
     def policy_version(self) -> int:
@@ -89,12 +107,12 @@ class EmbeddedHost:
         if weights is None:
             return
         if manifest.adapter is None:
-            self._engine.update_weights(weights.tensors, policy_version=manifest.version)
+            self._engine.update_weights(weights.tensors, policy_version=manifest.version, lineage=manifest.lineage)
         else:
             if self._merger is None:
                 self._merger = AdapterMerger(self._model, adapter=manifest.adapter)
             merged = self._merger.merge(weights.tensors)
-            self._engine.update_weights(merged, policy_version=manifest.version, partial=True)
+            self._engine.update_weights(merged, policy_version=manifest.version, partial=True, lineage=manifest.lineage)
         self._lineage = manifest.lineage
 
     def close(self) -> None:
@@ -109,21 +127,29 @@ class EmbeddedBackend:
         self._seed = seed
         self._grammars: dict[Path, GrammarCompiler] = {}
         """By model folder: a live policy and its pinned versions have one tokenizer."""
+        self._shared: dict[str, SharedEngine] = {}
+        """By group of policies (``lora.group``)."""
 
-    def load(self, spec: PolicySpec) -> EmbeddedHost:
+    def load(self, spec: PolicySpec, *, pinned: bool = False) -> ModelHost:
+        lora = spec.config.get("lora")
+        group = lora and lora.get("group")
+        if not group:
+            return EmbeddedHost(*self._engine(spec, context_tokens=spec.context_tokens))
+        shared = self._shared.get(group)
+        if shared is None:
+            # None of its policies says how long the contexts of the others are.
+            engine, _ = self._engine(spec, context_tokens=None)
+            shared = self._shared[group] = SharedEngine(engine, on_empty=lambda: self._shared.pop(group))
+        return shared.host(spec)
+
+    def _engine(self, spec: PolicySpec, *, context_tokens: int | None) -> tuple[EmbeddedEngine, PreTrainedModel]:
         device = resolve_device(self._config.device)
         dtype = getattr(torch, spec.config["dtype"])
         loaded = load_model(spec.model, dtype=dtype, device=device)
-        options = EngineOptions(
-            max_running=self._config.max_running,
-            kv_tokens=self._config.kv_tokens,
-            prefill_tokens=self._config.prefill_tokens,
-            kv_on_update=self._config.kv_on_update,
-            context_tokens=spec.context_tokens,
-        )
+        options = engine_options(self._config, context_tokens=context_tokens)
         grammars = self._grammars.setdefault(loaded.folder, GrammarCompiler(loaded.folder))
         engine = EmbeddedEngine(loaded.model, config=options, grammars=grammars, device=device, seed=self._seed)
-        return EmbeddedHost(engine, loaded.model)
+        return engine, loaded.model
 
     def close(self) -> None:
         """Nothing is shared but grammars."""

@@ -28,6 +28,7 @@ import msgspec
 from wingbeat.core.errors import SetupError
 from wingbeat.core.tls import certificate_fault, client_context
 from wingbeat.core.worker_protocol import (
+    REFUSAL_HEADER,
     ControlMessage,
     Heartbeat,
     Refused,
@@ -37,6 +38,7 @@ from wingbeat.core.worker_protocol import (
     WorkerMessage,
     decode_from_control,
     encode_frame,
+    encode_frames,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,24 @@ class Disconnected:
     """Control is gone; anything in flight for it is void."""
 
 
-Inbound = ControlMessage | Connected | Disconnected
+class Own:
+    """What a worker tells its own compute thread, from another of its threads."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class DrainAsked(Own):
+    """Somebody at this machine asks the worker to go; ``drain_s`` as in ``Drain``."""
+
+    drain_s: float
+
+
+Inbound = ControlMessage | Connected | Disconnected | Own
+
+
+class RefusedForNow(ConnectionError):
+    """Control is there, and does not take this worker yet."""
 
 
 class WorkerLink:
@@ -90,6 +109,8 @@ class WorkerLink:
         """Monotonic: since when there was no control."""
         self.failed = False
         """The link ended although nobody asked for it: the process should be started again."""
+        self.error: SetupError | None = None
+        """What has to be mended before that would help, where that is known."""
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         """Called on the I/O thread every heartbeat; must only read."""
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
@@ -136,6 +157,7 @@ class WorkerLink:
             asyncio.run(self._serve())
             has_ended = True
         except SetupError as error:
+            self.error = error
             logger.error("%s", error)
         finally:
             self.failed = not has_ended
@@ -154,7 +176,7 @@ class WorkerLink:
                         await self._converse(socket)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status in (401, 403):
-                        raise SetupError(f"control at {self._url} refused the worker key") from error
+                        raise SetupError(_refusal(self._url, error)) from error
                     self._give_up_after(error)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     if fault := certificate_fault(error):
@@ -168,7 +190,14 @@ class WorkerLink:
                 self._failures += 1
 
     def _give_up_after(self, error: Exception) -> None:
-        if self._clock() - self._lost_since > self._give_up_s:
+        has_waited = self._clock() - self._lost_since > self._give_up_s
+        if isinstance(error, RefusedForNow):
+            if has_waited:
+                raise SetupError(str(error)) from error
+            if self._failures == FAILURES_UNTIL_TOLD:
+                logger.warning("%s; trying for %.0f s", error, self._give_up_s)
+            return
+        if has_waited:
             raise SetupError(f"no control at {self._url} for {self._give_up_s:.0f} s: {error}") from error
         if self._failures == FAILURES_UNTIL_TOLD:
             logger.warning(
@@ -183,6 +212,8 @@ class WorkerLink:
         if frame.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionError(f"control closed the connection before it answered ({frame.type.name})")
         first = decode_from_control(frame.data)
+        if isinstance(first[0], Refused) and first[0].for_now:
+            raise RefusedForNow(f"control refuses this worker for now: {first[0].reason}")
         if isinstance(first[0], Refused):
             self._stopping = True
             raise SetupError(f"control refused this worker: {first[0].reason}")
@@ -223,7 +254,8 @@ class WorkerLink:
             self._wake.clear()
             while self._outbox:
                 batch = [self._outbox.popleft() for _ in range(len(self._outbox))]
-                await socket.send_bytes(encode_frame(batch))
+                for frame in encode_frames(batch):
+                    await socket.send_bytes(frame)
             if self._stopping:
                 await socket.close()
                 return
@@ -232,3 +264,12 @@ class WorkerLink:
         while True:
             await asyncio.sleep(heartbeat_s)
             self.send(self.heartbeat())
+
+
+def _refusal(url: str, error: aiohttp.WSServerHandshakeError) -> str:
+    """What a server says of a key that it does not take."""
+    said = (error.headers or {}).get(REFUSAL_HEADER, "")
+    return (
+        f"control at {url} refused the worker key{f' ({said})' if said else ''}: make one on its machine with"
+        " `wingbeat keys create worker`"
+    )

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import platform
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from wingbeat import __version__
 from wingbeat.core.errors import SetupError
 from wingbeat.core.keys import WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Heartbeat, Register, Role, Shutdown
 from wingbeat.weights.host import host_id
-from wingbeat.workers.link import Inbound, WorkerLink
+from wingbeat.workers.link import DrainAsked, Inbound, WorkerLink
 
 logger = logging.getLogger(__name__)
+
+TOLD_TO_END = threading.Event()
+"""Set by the first signal to a worker without supervisor, for what takes long and reads no messages meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class WorkerArguments:
     worker_id: str
     policies: tuple[str, ...]
     threads: int
+    tensor_parallel: int = 1
+    device: str | None = None
+    """Rules over the server's ``engine.device``."""
+    relay: str = ""
+    """``[HOST:]PORT`` at which other hosts pull weights from this one; "" where they do not."""
+    drain_s: float | None = None
+    """Seconds that running generations get when a signal ends the worker; None: it has a supervisor, and they none."""
 
     @classmethod
     def parse(cls) -> WorkerArguments:
@@ -40,12 +53,26 @@ class WorkerArguments:
         parser.add_argument("--worker-id", required=True)
         parser.add_argument("--policies", default="", help="comma-separated; empty means all")
         parser.add_argument("--threads", type=int, default=1, help="torch threads")
+        parser.add_argument("--tensor-parallel", type=int, default=1, help="processes that share each model's weights")
+        parser.add_argument("--device", help="a torch device, or auto; unset: what the server's configuration says")
+        parser.add_argument("--drain-s", type=float, help="seconds for running generations after a first signal")
+        parser.add_argument("--relay", default="", help="[HOST:]PORT at which other hosts pull weights from this one")
         given = parser.parse_args()
         key = os.environ.get(WORKER_KEY_VARIABLE)
         if not key:
             parser.error(f"the environment variable {WORKER_KEY_VARIABLE} must hold the worker key")
         policies = tuple(p for p in given.policies.split(",") if p)
-        return cls(given.url, key, given.worker_id, policies, given.threads)
+        return cls(
+            given.url,
+            key,
+            given.worker_id,
+            policies,
+            given.threads,
+            tensor_parallel=given.tensor_parallel,
+            device=given.device,
+            relay=given.relay,
+            drain_s=given.drain_s,
+        )
 
 
 class Compute(Protocol):
@@ -55,8 +82,15 @@ class Compute(Protocol):
     def heartbeat(self) -> Heartbeat: ...
 
 
-def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Callable[..., None]], Compute]) -> None:
-    """Run ``build(host_id, send)`` against control until shut down, by message or by SIGTERM."""
+Build = Callable[[str, Callable[..., None], Callable[[Inbound], None]], Compute]
+"""Of the host's id, what sends to control, and what puts a message into the worker's own inbox from any thread."""
+
+
+def run_worker(role: Role, arguments: WorkerArguments, build: Build, *, relay_url: str = "") -> None:
+    """Run ``build(host_id, send, deliver)`` against control until shut down, by message or by SIGTERM.
+
+    ``relay_url``: where it serves weights to others.
+    """
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {arguments.worker_id} %(levelname)s %(message)s")
     torch.set_num_threads(arguments.threads)
     torch.set_num_interop_threads(1)
@@ -68,12 +102,18 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
         host_id=identity,
         pid=os.getpid(),
         policies=arguments.policies,
+        parallelism=arguments.tensor_parallel,
         bounded=role == "engine",
+        software=software(),
+        relay_url=relay_url,
     )
     link = WorkerLink(arguments.url, arguments.key, register)
-    compute = build(identity, link.send)
+    compute = build(identity, link.send, link.deliver)
     link.heartbeat = compute.heartbeat
-    _stop_on_signals(link)
+    if arguments.drain_s is None:
+        _stop_on_signals(link)
+    else:
+        _drain_on_signals(link, arguments.drain_s)
     end_with_supervisor(grace_s=0)
     link.start()
     try:
@@ -85,6 +125,9 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Callable[[str, Cal
     finally:
         link.close()
     if link.failed:
+        if arguments.drain_s is not None and link.error is not None:  # nobody but its user starts it again
+            sys.stderr.write(f"error: {' '.join(link.error.message.split())}\n")
+            sys.exit(link.error.exit_code)
         sys.exit(1)
 
 
@@ -94,6 +137,32 @@ def _stop_on_signals(link: WorkerLink) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+
+
+def _drain_on_signals(link: WorkerLink, drain_s: float) -> None:
+    """The first signal lets running generations end, the second ends the process."""
+    told: list[int] = []
+
+    def stop(signum: int, frame: Any) -> None:
+        if told:
+            os._exit(128 + signum)  # not even what blocks in a library holds it up
+        told.append(signum)
+        TOLD_TO_END.set()
+        link.deliver(DrainAsked(drain_s))
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def software() -> dict[str, str]:
+    """Versions of what decides a worker's results."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "wingbeat": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": "cpu" if accelerator is None else accelerator.type,
+    }
 
 
 def resolve_device(name: str) -> torch.device:

@@ -27,10 +27,12 @@ from wingbeat.core.worker_protocol import (
     Generate,
     Manifest,
     PolicySpec,
+    Published,
     StepDone,
     TokenChunk,
     TrainerReady,
     TrainStep,
+    UpdateWeights,
     WeightsServed,
 )
 from wingbeat.dataflow.barrier import Barrier
@@ -152,7 +154,16 @@ class FakeEngine:
         pool.join(self.link)
 
     def serve(self, version: int = 0, *, policy: str = "solver", pinned: bool = False, lineage: int = 0) -> None:
-        self.pool.served(self.link, WeightsServed(policy, version, f"sum-{version}", pinned, lineage))
+        """Acknowledge a version, with the checksum that it was told, if it was."""
+        told = [m.manifest for m in self.of(UpdateWeights) if m.manifest.policy == policy]
+        checksums = {(m.lineage, m.version): m.checksum for m in told}
+        checksum = checksums.get((lineage, version), f"sum-{version}")
+        self.pool.served(self.link, WeightsServed(policy, version, checksum, pinned, lineage))
+
+    def catch_up(self, policy: str = "solver") -> None:
+        """Serve whatever it is told, until that is the newest."""
+        while (loading := self.link.loading.get(policy)) is not None:
+            self.serve(loading.version, policy=policy, lineage=loading.lineage)
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -170,7 +181,12 @@ class FakeEngine:
         error: str = "",
         lineage: int = 0,
     ) -> None:
-        logprobs = tuple(-0.5 for _ in tokens)
+        """Sample; weights that it has not acknowledged yet it acknowledges first, as engines do."""
+        flight, logprobs = self.link.flights.get(request_id), tuple(-0.5 for _ in tokens)
+        if flight is not None and flight.version is None:
+            known = self.link.acknowledged.get(flight.policy)
+            if tokens and known is not None and (lineage, version) > known[:2]:
+                self.serve(version, policy=flight.policy, lineage=lineage)
         chunk = TokenChunk(request_id, tokens, logprobs, version, finish, error, lineage=lineage)
         self.pool.receive(self.link, [chunk])
 
@@ -499,9 +515,18 @@ class FakeTrainer:
         self.host.trainer.ready(TrainerReady("solver", step, manifest))
 
     def done(self, step: int, *, checksum: str | None = None, lineage: int = 0, **metrics: float) -> None:
+        """It takes a step, and publishes."""
+        self.stepped(step, lineage=lineage, **metrics)
+        self.publish(step, checksum=checksum, lineage=lineage)
+
+    def stepped(self, step: int, *, lineage: int = 0, **metrics: float) -> None:
+        """It takes a step whose weights it has yet to publish."""
         batch_id = f"solver-{lineage}.{step}" if lineage else f"solver-{step}"
+        self.host.trainer.step_done(StepDone("solver", batch_id, step, metrics, {}, 0.0, 1.0))
+
+    def publish(self, step: int, *, checksum: str | None = None, lineage: int = 0) -> None:
         manifest = msgspec.structs.replace(self._make(step, checksum=checksum), lineage=lineage)
-        self.host.trainer.step_done(StepDone("solver", batch_id, step, manifest, metrics, {}, 0.0, 1.0))
+        self.host.trainer.published(Published("solver", step, manifest))
 
     def begin(self, step: int, *, checksum: str | None = None, base_lineage: int = 0) -> None:
         """Answer the last ``BeginLineage``: it begins at this step."""

@@ -28,6 +28,7 @@ async def test_a_run_whose_last_eval_source_is_removed_after_a_restart_ends(tmp_
         complete=True,
         halted="",
         version=1,
+        newest=1,
         state=TrainerState.READY,
         manifest_of=lambda version: None,
         export=exported,

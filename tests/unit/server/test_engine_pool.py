@@ -238,7 +238,9 @@ def test_an_engine_that_joins_is_told_all_live_and_pinned_versions(
     late = join_engine(pool, "late")
     assert [(m.manifest.policy, m.manifest.version) for m in late.of(UpdateWeights)] == [("solver", 2), ("judge", 0)]
     assert [m.manifest.version for m in late.of(PinVersion)] == [1]
-    assert [m.manifest.version for m in early.of(UpdateWeights)] == [1, 2, 0]
+    assert [m.manifest.version for m in early.of(UpdateWeights)] == [1, 0]  # the second of solver once it has the first
+    early.serve(1)
+    assert [m.manifest.version for m in early.of(UpdateWeights)] == [1, 0, 2]
     assert [m.version for m in early.of(UnpinVersion)] == [2]
 
 
@@ -251,14 +253,12 @@ def test_lowest_served_is_that_of_the_slowest_engine(
     engines[1].serve(3)
     engines[0].serve(4)
     assert pool.lowest_served("solver") == (0, 3, "sum-3")
-    assert not pool.has_served(make_manifest(3))  # one serves nothing yet
     engines[2].serve(5)
-    assert pool.has_served(make_manifest(3)) and not pool.has_served(make_manifest(4))
     engines[1].leave()
     assert pool.lowest_served("solver") == (0, 4, "sum-4")
 
 
-async def test_an_engine_that_loaded_older_weights_than_may_be_sampled_waits_for_the_newer_ones(
+async def test_an_engine_below_the_floor_of_a_group_is_given_nothing_of_it(
     flights: Flights, join_engine: Any, make_manifest: Callable[..., Manifest]
 ) -> None:
     pool = flights.pool
@@ -269,25 +269,16 @@ async def test_an_engine_that_loaded_older_weights_than_may_be_sampled_waits_for
     pool.publish(make_manifest(2))
     first.serve(2)  # from now on groups are admitted with floor 2
     late.serve(1)
-    assert pool.lowest_served("solver") == (0, 2, "sum-2")
-    assert pool.holds(make_manifest(1))  # it may still be loading that
-    tasks = [await flights.start(key=key) for key in ("a", "b")]
+    assert pool.lowest_served("solver") == (0, 1, "sum-1")  # and from now on with floor 1
+    assert not pool.holds(make_manifest(1)) and late.of(UpdateWeights)[-1].manifest.version == 2
+    tasks = [await flights.start(key=key, floor=2) for key in ("a", "b")]
     assert len(first.generated()) == 2 and late.generated() == []
-    late.serve(2)
-    assert not pool.holds(make_manifest(1))
-    tasks.append(await flights.start(key="c"))
+    tasks.append(await flights.start(key="c", floor=1))
     assert len(late.generated()) == 1
-    pool.publish(make_manifest(3))
-    late.serve(3)
-    assert pool.lowest_served("solver") == (0, 2, "sum-2")  # the slower one of two that are up to date may lag
     first.leave()
-    late.leave()
-    back = join_engine(pool, "back")
-    pool.publish(make_manifest(4))
-    back.serve(3)  # nobody serves: what is admitted has the floor of what is live
-    assert pool.lowest_served("solver") is None
-    back.serve(4)
-    assert pool.lowest_served("solver") == (0, 4, "sum-4")
+    assert len(late.generated()) == 1 and pool.waiting == 2
+    late.serve(2)
+    assert len(late.generated()) == 3 and pool.waiting == 0
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -318,8 +309,6 @@ def test_a_policy_that_fails_on_an_engine_is_not_excused_by_another(
     session.receive(Failed("solver", "update_weights", "no memory"))
     session.receive(WeightsServed("checker", 1, "sum-1"))
     assert list(link.failures.values()) == ["engine e: update_weights of 'solver' failed: no memory"]
-    assert flights.pool.has_served(make_manifest(1))  # nobody waits for it
-    assert not flights.pool.has_served(make_manifest(2, policy="checker"))
     session.receive(WeightsServed("solver", 2, "sum-2"))
     assert link.failures == {}
 

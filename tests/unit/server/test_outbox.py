@@ -6,10 +6,12 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
+    REFUSAL_HEADER,
     Abort,
     ControlMessage,
     Heartbeat,
@@ -40,11 +42,15 @@ class FakeSocket:
         self.sending = asyncio.Event()
         self.is_gone = False
         self.close_code: int | None = None
+        self.denied: tuple[int, str] | None = None
 
     async def accept(self) -> None: ...
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         self.close_code = code
+
+    async def send_denial_response(self, response: Response) -> None:
+        self.denied = response.status_code, response.headers[REFUSAL_HEADER]
 
     async def send_bytes(self, frame: bytes) -> None:
         self.sending.set()
@@ -200,7 +206,7 @@ async def test_a_wrong_key_is_turned_away_before_anything_is_read() -> None:
     control, socket = FakeControl(), FakeSocket(key="guess")
     socket.say(REGISTER)
     await control.serve(socket)
-    assert socket.close_code == 4401 and socket.frames == []
+    assert socket.denied == (403, "it is none that this server knows") and socket.frames == []
 
 
 async def test_shutdown_reaches_every_worker_before_flush_returns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,8 +302,8 @@ async def test_a_returning_trainer_does_not_lose_the_file_of_a_pinned_version(
     host.trainer.left()
     second = course.trainer()
     second.join(step=0)
-    second.done(1)
-    assert [m.version for m in second.of(ReleaseVersion)] == [1]  # 0 is pinned, 1 was only needed to get to 2
+    assert second.of(ReleaseVersion) == []  # 0 is pinned
+    assert [m.publish for m in second.of(TrainStep)] == [False, True]  # 1 is only needed to get to 2
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
@@ -391,9 +392,95 @@ async def test_a_trainer_that_stands_with_control_is_told_what_to_keep(
     engine.serve(0)
     course.host.pin(0)
     course.host.trainer.left()
-    course.host.adopt(make_manifest(1))
     course.host.version = 1
+    course.host.published(make_manifest(1))
     engine.serve(1)
     again = course.trainer()
     again.join(1)
     assert again.of(KeepVersions)[-1].checksums == ("sum-0", "sum-1")  # of the pinned one, too
+
+
+async def test_a_step_counts_before_its_weights_are_there(open_course: Callable[..., Course], join_engine: Any) -> None:
+    course = open_course(max_staleness=3)
+    engine, trainer, host = join_engine(course.desk.engines), course.trainer(), course.host
+    run = asyncio.create_task(host.run(course.after_step))
+    trainer.join()
+    engine.serve(0)
+    for step in (1, 2):
+        course.group(f"g{step}")
+        await course.until(lambda step=step: len(trainer.steps) == step)
+        trainer.stepped(step)
+    assert (host.version, host.newest, host.known_checksum) == (2, 0, "")
+    assert host.lowest_version() == 0 and host.state is TrainerState.READY
+    assert "still being published" in host.missing(2)
+    waits = asyncio.create_task(host.until_published(2))
+    await asyncio.sleep(0)
+    trainer.publish(1)  # the one before
+    await asyncio.sleep(0)
+    assert (host.newest, host.known_checksum, waits.done()) == (1, "", False)
+    trainer.publish(2)
+    await asyncio.wait_for(waits, 10)
+    assert (host.newest, host.known_checksum) == (2, "sum-2")
+    course.desk.check_writes()
+    assert [course.desk.ledger.weights_checksum("solver", step) for step in (1, 2)] == ["sum-1", "sum-2"]
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_whoever_dies_between_a_step_and_its_weights_loses_nothing(
+    open_course: Callable[..., Course], heard: bool
+) -> None:
+    """Control dies, then its trainer; of the weights that were published control may have heard."""
+    course = open_course()
+    first = course.trainer()
+    run = asyncio.create_task(course.host.run(course.after_step))
+    first.join()
+    course.group("g1")
+    await course.until(lambda: first.steps)
+    first.stepped(1)
+    if heard:
+        first.publish(1)
+    await course.until(lambda: course.finished)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    successor = course.successor()
+    assert (successor.version, successor.known_checksum) == (1, "sum-1" if heard else "")
+    first.connect(successor)
+    first.publish(1, checksum="of a replay for another control")  # it has not said where it stands
+    assert successor.manifest is None
+    successor.trainer.left()
+    second = course.trainer()
+    second.join(step=0)
+    assert second.steps == [(1, True)]
+    second.stepped(1)
+    assert successor.state is TrainerState.REPLAYING
+    second.publish(1, checksum="other")
+    exact = [event["exact"] for event in course.desk.log if event["event"] == "replayed"]
+    if heard:  # they were served: the replay is held to them
+        assert exact == [False] and successor.state is TrainerState.ROLLING_BACK
+    else:
+        assert exact == [True] and successor.manifest is not None
+        assert successor.manifest.checksum == successor.known_checksum == "other"
+        course.desk.check_writes()
+        assert course.desk.ledger.weights_checksum("solver", 1) == "other"
+
+
+async def test_deltas_are_asked_for_where_engines_of_other_hosts_wait(
+    open_course: Callable[..., Course], join_engine: Any
+) -> None:
+    course = open_course()
+    course.host.context = replace(course.host.context, encodes_deltas=True)
+    join_engine(course.desk.engines)
+    trainer = course.trainer()
+    run = asyncio.create_task(course.host.run(course.after_step))
+    trainer.join()
+    for step, elsewhere in ((1, False), (2, True)):
+        if elsewhere:
+            join_engine(course.desk.engines, "far").link.host_id = "elsewhere"
+        course.group(f"g{step}")
+        await course.until(lambda step=step: len(trainer.steps) == step)
+        assert trainer.of(TrainStep)[-1].delta is elsewhere
+        trainer.done(step)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)

@@ -13,7 +13,7 @@ import pytest
 from wingbeat.core.errors import NoEngine
 from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.core.types import FinishReason, Split, Task
-from wingbeat.core.worker_protocol import BeginLineage, KeepVersions, ReleaseVersion, UpdateWeights
+from wingbeat.core.worker_protocol import BeginLineage, KeepVersions, ReleaseVersion, TrainStep, UpdateWeights
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.policies.host import TrainerState
@@ -71,6 +71,7 @@ async def test_without_replay_the_lost_steps_train_again_in_a_new_lineage(
         second.begin(1)
         await course.until(lambda: second.steps)
         assert (course.host.version, course.host.ancestry.current) == (1, 1)
+        engine.catch_up()
         (told,) = [m.manifest for m in engine.of(UpdateWeights)][-1:]
         assert (told.version, told.lineage) == (1, 1)
         batch = course.desk.ledger.batches_after("solver", 1)[0]
@@ -130,6 +131,35 @@ async def test_a_failed_replay_begins_a_lineage_where_the_trainer_then_stands(
         (lineage,) = course.desk.ledger.lineages()
         assert lineage.base_step == 0 and "out of memory" in lineage.reason
         await finish_in(course, second, lineage=1)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+async def test_a_replay_of_a_step_that_was_never_published_is_held_to_the_last_one_that_was(
+    open_course: Callable[..., Course], is_exact: bool
+) -> None:
+    course = open_course(max_staleness=8)
+    first, second = course.trainer(), course.trainer()
+    async with training(course):
+        first.join()
+        await train(course, first, steps=2)
+        course.group("g0.2", floor=2)
+        await course.until(lambda: len(first.steps) == 3)
+        first.stepped(3)
+        await course.until(lambda: course.finished[-1][0] == 3)
+        course.host.trainer.left()  # step 3 counts, and is not published
+        second.join(step=0)
+        assert [message.publish for message in second.of(TrainStep)] == [False, True, True]
+        second.done(2, checksum=None if is_exact else "other")
+        second.done(3)
+        released = [m.checksum for m in second.of(ReleaseVersion) if m.version == 2]
+        if is_exact:
+            assert second.of(BeginLineage) == [] and course.host.known_checksum == "sum-3"
+        else:
+            assert released == ["other"] and course.host.state is TrainerState.ROLLING_BACK
+            second.begin(3)
+            await course.until_changed(lambda: course.host.state is TrainerState.READY)
+            (lineage,) = course.desk.ledger.lineages()
+            assert lineage.base_step == 3 and "replay of step 2 gave other weights" in lineage.reason
 
 
 async def finish_in(course: Course, trainer: Any, *, lineage: int) -> None:
@@ -293,7 +323,7 @@ async def test_weights_that_two_lineages_share_stay_while_they_are_live(
         engine.serve(1, lineage=1)
         course.host.release_unused()
         assert {m.version for m in second.of(ReleaseVersion)} == {0, 2}
-        assert second.of(KeepVersions)[-1].checksums == ("sum-0", "sum-1", "sum-2")  # until the engine had left them
+        assert second.of(KeepVersions)[-1].checksums == ("sum-1",)  # what engines hold needs no file
 
 
 async def test_what_abandoned_weights_still_sample_counts_as_the_common_version(
@@ -323,6 +353,35 @@ async def test_what_abandoned_weights_still_sample_counts_as_the_common_version(
         engine.serve(1, lineage=1)
         engine.say(request_id, 6, version=1, lineage=1, finish=FinishReason.STOP)
         assert [chunk.version async for chunk in chunks] == [1]
+
+
+async def test_a_generation_that_waits_for_an_abandoned_version_goes_to_what_counts_as_it(
+    open_course: Callable[..., Course], join_engine: Any
+) -> None:
+    course = open_course(policies=NO_REPLAY, max_staleness=8)
+    engine, first = join_engine(course.desk.engines), course.trainer()
+    async with training(course):
+        first.join()
+        await train(course, first, steps=3)
+        engine.serve(3)
+        engine.link.capacity = 1
+        ask = {"prompt_ids": course.prompt(), "sampling": course.sampling(), "floor": 3}
+        tasks = [
+            asyncio.create_task(anext(course.desk.engines.generate("solver", cache_key=key, **ask))) for key in "abc"
+        ]
+        await asyncio.sleep(0)
+        assert course.desk.engines.waiting == 1
+        course.host.trainer.left()
+        second = course.trainer()
+        second.join(step=1)
+        second.begin(1)
+        await course.until(lambda: second.steps)
+        engine.serve(1, lineage=1)
+        for request_id in engine.generated():
+            engine.say(request_id, 5, version=1, lineage=1, finish=FinishReason.STOP)
+        assert course.desk.engines.waiting == 0 and len(engine.generated()) == 3
+        engine.say(engine.generated()[-1], 5, version=1, lineage=1, finish=FinishReason.STOP)
+        assert {(await task).version for task in tasks} == {1}
 
 
 async def test_an_evaluation_keeps_its_abandoned_version_until_it_is_done(

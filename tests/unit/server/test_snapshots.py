@@ -13,6 +13,7 @@ import pytest
 from wingbeat.core.config import Config
 from wingbeat.core.worker_protocol import Manifest, UpdateWeights
 from wingbeat.server.policies.snapshots import Snapshots
+from wingbeat.server.weights.files import WeightFiles
 from wingbeat.weights.host import host_id
 
 OpenDesk = Callable[..., Any]
@@ -46,14 +47,20 @@ class Trainer:
 
 
 @pytest.fixture
-def open_team(open_desk: OpenDesk, make_manifest: Any, tmp_path: Path) -> Callable[[], tuple[Any, Snapshots, Trainer]]:
+def open_team(
+    open_desk: OpenDesk, make_manifest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], tuple[Any, Snapshots, Trainer]]:
+    monkeypatch.setattr("wingbeat.server.weights.files.run_weights_candidates", lambda run_dir: (run_dir,))
     made = 0
 
     def build() -> tuple[Any, Snapshots, Trainer]:
         nonlocal made
         made += 1
         desk = open_desk(policies=TEAM)
-        snapshots = Snapshots(desk.policies, run_dir=tmp_path, events=desk.events, changed=desk.changed)
+        files = WeightFiles(desk.policies, run_dir=tmp_path, host_id=host_id())
+        snapshots = Snapshots(
+            desk.policies, run_dir=tmp_path, events=desk.events, changed=desk.changed, path_of=files.path_of
+        )
         return desk, snapshots, Trainer(desk, make_manifest, tmp_path / f"weights-{made}")
 
     return build
@@ -83,6 +90,7 @@ async def test_a_snapshot_follows_at_every_version_that_divides(
         trainer.publish(version)
         await snapshots.follow(player)
         found.append(served(desk))
+        engine.catch_up("rival")
     two, four = (2, "weights 0-2"), (4, "weights 0-4")
     assert found == [(0, "base"), (0, "base"), two, two, four, four]
     told = [m.manifest for m in engine.of(UpdateWeights) if m.manifest.policy == "rival"]
@@ -171,7 +179,7 @@ async def test_weights_of_another_host_are_refused_by_name(open_team: Any, make_
     desk.policies["player"].versions.adopt(make_manifest(2, policy="player"))
     await snapshots.follow(desk.policies["player"])
     (event,) = events(desk, "snapshot_failed")
-    assert "run control there, too" in event["error"]
+    assert "the weights lie on the trainer's host" in event["error"]
 
 
 async def test_after_a_rollback_the_same_number_is_taken_again(open_team: Any, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from wingbeat.core.worker_protocol import (
     Failed,
     KeepVersions,
     Manifest,
+    Published,
     ReleaseVersion,
     SaveCheckpoint,
     StepDone,
@@ -61,9 +62,12 @@ class Process:
             disk.checkpoints.pop()
         self._lineage, self._step, self._history = disk.checkpoints[-1]
         self._base_lineage, self._has_failed = self._lineage, False
-        self._publish()
+        self._manifest: Manifest | None = None
+        self._staged: Manifest | None = None
+        """On its way: published some time later, or never."""
         self._inbox: list[ControlMessage | Connected] = []
         self._last_done: StepDone | None = None
+        self._last_published: Published | None = None
         self.alive = True
         self.dial(course.host)
 
@@ -85,24 +89,48 @@ class Process:
         for _ in range(self._rng.randint(0, len(self._inbox))):
             self.work()
 
-    def _manifest(self) -> Manifest:
+    def _publish(self) -> None:
+        """Begin to; what was on its way before comes first."""
+        self.settle()
         checksum = hashlib.sha256("/".join(self._history).encode()).hexdigest()
-        return msgspec.structs.replace(self._make(self._step, checksum=checksum), lineage=self._lineage)
+        self._staged = msgspec.structs.replace(self._make(self._step, checksum=checksum), lineage=self._lineage)
 
-    def _publish(self) -> Manifest:
-        manifest = self._manifest()
-        self._disk.published.add(manifest.path)
-        return manifest
+    def settle(self) -> None:
+        """What is on its way is there."""
+        if self._staged is not None:
+            self._manifest, self._staged = self._staged, None
+            self._disk.published.add(self._manifest.path)
+            self._last_published = Published("solver", self._manifest.version, self._manifest)
+            self._host.trainer.published(self._last_published)
+
+    def _published(self) -> Manifest:
+        """What it stands at, published now where it is not."""
+        self.settle()
+        if self._manifest is None or self._manifest.version != self._step:
+            if self._has_failed:
+                self._reload()
+            self._publish()
+            self.settle()
+        assert self._manifest is not None
+        return self._manifest
+
+    def _reload(self) -> None:
+        self._lineage, self._step, self._history = self._disk.checkpoints[-1]
+        self._base_lineage, self._has_failed, self._manifest = self._lineage, False, None
+        self._last_done = self._last_published = None
 
     def _tell(self) -> None:
-        self._host.trainer.ready(TrainerReady("solver", self._step, self._manifest(), self._base_lineage))
+        manifest = self._published()
+        self._host.trainer.ready(TrainerReady("solver", self._step, manifest, self._base_lineage))
 
     def die(self) -> None:
         self.alive = False
         self._host.trainer.left()
 
     def work(self) -> None:
-        """Handle one message."""
+        """Handle one message, or publish what is on its way."""
+        if self._rng.random() < 0.4:
+            return self.settle()
         room = [message for message in self._inbox if isinstance(message, ReleaseVersion | KeepVersions)]
         self._inbox = [message for message in self._inbox if message not in room]
         room += [self._inbox.pop(0)] if self._inbox else []
@@ -112,6 +140,7 @@ class Process:
     def catch_up(self) -> None:
         while self._inbox:
             self.work()
+        self.settle()
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -119,7 +148,9 @@ class Process:
                 self._tell()
                 if self._last_done is not None:
                     self._host.trainer.step_done(self._last_done)
-            case TrainStep(batch=batch, replay=replay):
+                if self._last_published is not None:
+                    self._host.trainer.published(self._last_published)
+            case TrainStep(batch=batch, replay=replay, publish=publish):
                 broken = replay and "fails" in self._faults and self._rng.random() < 0.2
                 if self._has_failed or broken or batch.step != self._step + 1:
                     self._has_failed = True
@@ -128,24 +159,29 @@ class Process:
                 other = replay and "inexact" in self._faults and self._rng.random() < 0.2
                 self._history = (*self._history, batch.batch_id, *(["~"] if other else []))
                 self._step, self._lineage, self._base_lineage = batch.step, batch.lineage, batch.lineage
-                done = StepDone("solver", batch.batch_id, batch.step, self._publish(), {}, {}, 0.0, 1.0)
-                self._last_done = done
-                self._host.trainer.step_done(done)
+                self._last_done = StepDone("solver", batch.batch_id, batch.step, {}, {}, 0.0, 1.0)
+                self._last_published = None
+                self._host.trainer.step_done(self._last_done)
+                if publish:
+                    self._publish()
             case SaveCheckpoint() if not self._has_failed:
                 kept = [c for c in self._disk.checkpoints if c[1] < self._step]
                 self._disk.checkpoints = [*kept, (self._lineage, self._step, self._history)]
                 self._host.trainer.checkpoint_saved(CheckpointSaved("solver", self._step, "c", self._lineage))
             case BeginLineage(lineage=lineage):
                 if self._has_failed:
-                    self._lineage, self._step, self._history = self._disk.checkpoints[-1]
-                    self._has_failed = False
-                    self._publish()
-                self._base_lineage, self._lineage, self._last_done = self._lineage, lineage, None
+                    self.settle()
+                    self._reload()
+                manifest = self._published()
+                self._base_lineage, self._lineage = self._lineage, lineage
+                self._manifest = msgspec.structs.replace(manifest, lineage=lineage)
+                self._last_done = self._last_published = None
                 self._tell()
             case ReleaseVersion(version=version, checksum=checksum):
-                self._disk.published -= {self._make(version, checksum=checksum).path} - {self._manifest().path}
+                held = self._manifest if self._manifest is not None and self._manifest.version == self._step else None
+                self._disk.published -= {self._make(version, checksum=checksum).path} - {held.path if held else ""}
             case KeepVersions(checksums=checksums):
-                kept = {*checksums, self._manifest().checksum}
+                kept = {*checksums, *(() if self._manifest is None else (self._manifest.checksum,))}
                 self._disk.published = {path for path in self._disk.published if path.rpartition("-")[2] in kept}
             case _:
                 pass
@@ -204,7 +240,7 @@ class Control:
 async def live(course: Any, rng: random.Random, faults: frozenset[str]) -> None:
     """Feed groups and kill trainers and control until the run is complete."""
     control, disk, number, deaths, process = Control(course), Disk(), 0, 0, None
-    engine = Engine(course.host.context.engines, disk)
+    engine, host = Engine(course.host.context.engines, disk), course.host
     for _ in range(20_000):
         host = course.host
         await asyncio.sleep(0 if rng.random() < 0.9 else 0.002)
@@ -218,6 +254,7 @@ async def live(course: Any, rng: random.Random, faults: frozenset[str]) -> None:
             engine.work()
             host.release_unused()  # as with every acknowledgement
         if host.complete and host.state is TrainerState.READY and host.loop.pending is None:
+            process.settle()
             engine.catch_up()
             host.release_unused()
             process.catch_up()
@@ -266,5 +303,5 @@ async def test_the_surviving_steps_are_what_the_weights_hold(
             assert batch.step - 1 - episode.min_version <= course.host.rule.gate.max_staleness
     if "inexact" not in faults:
         held = hashlib.sha256("/".join(batch.batch_id for batch in batches).encode()).hexdigest()
-        assert course.host.live_checksum == held
+        assert course.host.known_checksum == held == course.host.manifest.checksum
     assert [lineage.lineage for lineage in ledger.lineages()] == list(range(1, course.host.ancestry.current + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def test_after_a_lora_sync_the_samplers_adapter_checksum_is_the_trainers_verl_74
     write_tokenizer(folder)
     torch.manual_seed(0)
     shape = Qwen3Config(
-        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=384, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(shape).save_pretrained(folder)
@@ -55,7 +56,9 @@ def test_after_a_lora_sync_the_samplers_adapter_checksum_is_the_trainers_verl_74
             *([UpdateWeights(manifest)] for manifest in manifests),
         ]
         turns = iter(script)
-        EngineWorker("here", lambda *messages: sent.extend(messages)).run(lambda *, block: next(turns, [Shutdown()]))
+        own: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        worker = EngineWorker("here", lambda *messages: sent.extend(messages), own.put)
+        worker.run(lambda *, block: [own.get(timeout=20)] if worker.receiving.is_busy else next(turns, [Shutdown()]))
     served = [message.checksum for message in sent if isinstance(message, WeightsServed)]
     assert served == [manifest.checksum for manifest in manifests] and len(set(served)) == 2
     assert served[-1] == tensors_checksum(trainer.published_tensors()), "of the very tensors that the trainer holds"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,9 @@ from wingbeat.core.worker_protocol import (
     CheckpointSaved,
     Failed,
     KeepVersions,
+    Manifest,
     PolicySpec,
+    Published,
     ReleaseVersion,
     SaveCheckpoint,
     Shutdown,
@@ -30,7 +34,8 @@ from wingbeat.core.worker_protocol import (
     Welcome,
     WorkerMessage,
 )
-from wingbeat.environments.calculator.tokenizer import write_tokenizer
+from wingbeat.environments.calculator.tokenizer import build_tokenizer, write_tokenizer
+from wingbeat.weights.publish import WeightPublisher
 from wingbeat.workers.link import Connected, Inbound
 from wingbeat.workers.trainer import TrainerWorker
 
@@ -43,7 +48,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> PolicySpec:
     write_tokenizer(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=96,
+        vocab_size=build_tokenizer().get_vocab_size(),
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,
@@ -79,30 +84,49 @@ def batch(step: int, *, lineage: int = 0) -> TrainStep:
     return TrainStep(TrainingBatch(name, "solver", step, tuple(episodes), seed=step, lineage=lineage))
 
 
+Turn = list[Inbound] | Inbound | Callable[[], list[Inbound] | Inbound]
+
+
 class Driver:
-    """Plays a script to a worker of a run, one entry per time that it listens."""
+    """Plays a script to a worker of a run, one entry per time that it listens and publishes nothing."""
 
     def __init__(self, spec: PolicySpec, run_dir: Path) -> None:
         self.sent: list[WorkerMessage] = []
         self.slept: list[float] = []
         self.on_sleep: Callable[[], None] = lambda: None
-        self.worker = TrainerWorker("host", lambda *messages: self.sent.extend(messages), sleep=self._sleep)
+        self.own: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        """What the worker tells itself."""
+        self.worker = TrainerWorker(
+            "host", lambda *messages: self.sent.extend(messages), self.own.put, sleep=self._sleep
+        )
         self._welcome = Connected(Welcome("trainer", 1.0, (spec,), str(run_dir), seed=1, total_steps=10))
 
     def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.on_sleep()
 
-    def play(self, *script: list[Inbound] | Inbound) -> None:
-        turns = iter([self._welcome, *script])
+    def play(self, *script: Turn) -> None:
+        turns = iter([self._welcome, *script, Shutdown()])
 
         def receive(*, block: bool) -> list[Inbound]:
-            turn = next(turns, None) if block else None
-            if turn is None:
-                return [Shutdown()] if block else []
+            if self.is_publishing:
+                return [self.own.get(timeout=20)] if block else []
+            turn = next(turns) if block else []
+            turn = turn() if callable(turn) else turn
             return turn if isinstance(turn, list) else [turn]
 
         self.worker.run(receive)
+
+    @property
+    def is_publishing(self) -> bool:
+        return not self.own.empty() or any(hosted.publishing.is_busy for hosted in self.worker._hosted.values())
+
+    def published(self, *steps: int) -> list[Published]:
+        return [message for message in self.of(Published) if message.step in steps]
+
+    def files(self) -> list[Path]:
+        """The weights that are there."""
+        return sorted(Path(self.of(TrainerReady)[0].manifest.path).parent.iterdir())
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -124,7 +148,7 @@ def test_a_checkpoint_remembers_its_lineage(driver: Driver, again: Driver) -> No
     fresh, begun = driver.of(TrainerReady)
     assert (fresh.step, fresh.manifest.lineage, fresh.base_lineage) == (0, 0, 0)
     assert (begun.step, begun.manifest.lineage, begun.base_lineage) == (1, 1, 0)
-    first, second = driver.of(StepDone)
+    first, second = driver.published(1, 2)
     assert begun.manifest.path == first.manifest.path  # the same weights under another name
     assert (second.manifest.version, second.manifest.lineage) == (2, 1)
     (saved,) = driver.of(CheckpointSaved)
@@ -136,7 +160,7 @@ def test_a_checkpoint_remembers_its_lineage(driver: Driver, again: Driver) -> No
 
 def test_a_trainer_whose_replay_fails_goes_back_to_its_checkpoint(driver: Driver, again: Driver) -> None:
     driver.play(batch(1), SaveCheckpoint("solver", 1), batch(2), batch(3))
-    saved = driver.of(StepDone)[0].manifest
+    saved = driver.published(1)[0].manifest
     damaged = TrainStep(TrainingBatch("solver-3", "solver", 3, (), seed=3), replay=True)  # nothing can be trained
     again.play(
         [batch(2), damaged, batch(4), SaveCheckpoint("solver", 2), BeginLineage("solver", 1)], batch(2, lineage=1)
@@ -146,9 +170,9 @@ def test_a_trainer_whose_replay_fails_goes_back_to_its_checkpoint(driver: Driver
     restored, back = again.of(TrainerReady)
     assert (restored.step, back.step, back.base_lineage, back.manifest.lineage) == (1, 1, 0, 1)
     assert back.manifest.checksum == restored.manifest.checksum == saved.checksum
-    replayed, anew = again.of(StepDone)
-    assert replayed.manifest.checksum == anew.manifest.checksum == driver.of(StepDone)[1].manifest.checksum
-    assert anew.manifest.lineage == 1
+    replayed, anew = (m.manifest for m in again.published(2))
+    assert replayed.checksum == anew.checksum == driver.published(2)[0].manifest.checksum
+    assert anew.lineage == 1
 
 
 def test_without_a_checkpoint_a_failed_replay_goes_back_to_the_beginning(driver: Driver) -> None:
@@ -164,31 +188,27 @@ def test_weights_wait_for_room_and_the_step_counts(driver: Driver, monkeypatch: 
     monkeypatch.setattr(
         "wingbeat.weights.publish.shutil.disk_usage", lambda path: Disk(1, 1, 0) if full["now"] else usage(path)
     )
-    turns = iter([[ReleaseVersion("solver", 0), SaveCheckpoint("solver", 1)], []])
-    released: list[bool] = []
 
     def make_room() -> None:
-        released.append(not Path(driver.of(TrainerReady)[0].manifest.path).exists())
-        full["now"] = len(driver.slept) < 2
+        """On the publishing thread, which sleeps."""
+        old = Path(driver.of(TrainerReady)[0].manifest.path)
+        if len(driver.slept) == 1:
+            driver.own.put(ReleaseVersion("solver", 0))
+            driver.own.put(SaveCheckpoint("solver", 1))
+        full["now"] = old.exists()  # the other thread heeds the release although the step's weights wait
 
     driver.on_sleep = make_room
-    play = iter([[driver._welcome], [batch(1)], None])
 
-    def receive(*, block: bool) -> list[Inbound]:
-        if not block:
-            return next(turns, []) if full["now"] else []
-        turn = next(play)
-        full["now"] = turn is not None and isinstance(turn[0], TrainStep)
-        return [Shutdown()] if turn is None else turn
+    def fill() -> Inbound:
+        full["now"] = True
+        return batch(1)
 
-    driver.worker.run(receive)
+    driver.play(fill)
     (failed,) = driver.of(Failed)
     assert failed.command == "publish_weights" and "free some" in failed.error
-    assert released == [True, True]  # an old version went although the step was not over
-    (done,) = driver.of(StepDone)
-    assert done.step == 1 and len(driver.slept) == 2
-    kinds = [type(message) for message in driver.sent]
-    assert kinds.index(StepDone) < kinds.index(CheckpointSaved)  # what came meanwhile had to wait
+    kinds = [type(message) for message in driver.sent if not isinstance(message, Published) or message.step == 1]
+    assert kinds[:3] == [TrainerReady, StepDone, Failed]  # the step counted before there was room
+    assert {*kinds[3:]} == {Published, CheckpointSaved}
 
 
 def test_a_checkpoint_that_does_not_fit_is_told_and_the_next_one_tried(
@@ -225,36 +245,108 @@ def test_a_release_that_came_behind_a_step_makes_room_for_it(driver: Driver, mon
     assert [done.step for done in driver.of(StepDone)] == [1, 2, 3] and driver.of(Failed) == []
 
 
-def test_steps_that_are_queued_do_not_fill_the_folder(driver: Driver) -> None:
-    """A replay: control releases each repeated version as it hears of it, behind all the steps that it sent."""
+def test_a_replay_publishes_its_last_step_only(driver: Driver, again: Driver) -> None:
+    driver.play(batch(1), batch(2), batch(3))
+    steps: list[Inbound] = [TrainStep(batch(step).batch, replay=True, publish=step == 3) for step in (1, 2, 3)]
     counts: list[int] = []
+    again.play(steps, lambda: counts.append(len(again.files())) or [])
+    assert [done.step for done in again.of(StepDone)] == [1, 2, 3]
+    assert [message.step for message in again.of(Published)] == [0, 3] and counts == [2]
+    assert again.published(3)[0].manifest.checksum == driver.published(3)[0].manifest.checksum
 
-    def files() -> list[Path]:
-        return list(Path(driver.of(TrainerReady)[0].manifest.path).parent.glob("*.safetensors"))
 
-    play = iter([[driver._welcome], [batch(step) for step in range(1, 6)], None])
+def test_a_control_that_comes_in_the_middle_of_a_replay_is_told_of_published_weights(driver: Driver) -> None:
+    driver.play(TrainStep(batch(1).batch, replay=True, publish=False), driver._welcome, driver._welcome)
+    assert [(m.step, m.manifest.version) for m in driver.of(TrainerReady)] == [(0, 0), (1, 1), (1, 1)]
+    assert [m.step for m in driver.of(StepDone)] == [1, 1, 1]  # said again
+    assert [m.step for m in driver.of(Published)] == [0, 1, 1, 1]
 
-    def receive(*, block: bool) -> list[Inbound]:
-        if driver.of(TrainerReady):
-            counts.append(len(files()))
-        if not block:
-            return [ReleaseVersion("solver", len(driver.of(StepDone)) - 1)]
-        turn = next(play)
-        return [Shutdown()] if turn is None else turn
 
-    driver.worker.run(receive)
-    assert len(driver.of(StepDone)) == 5 and max(counts) == 2
+def test_a_failed_step_is_never_published(driver: Driver) -> None:
+    """What a trainer holds then may be half a step: asked where it stands, it goes back."""
+    nothing = TrainStep(TrainingBatch("solver-2", "solver", 2, (), seed=3), replay=True)
+    first = TrainStep(batch(1).batch, replay=True, publish=False)
+    driver.play([first, nothing], driver._welcome)
+    fresh, back = driver.of(TrainerReady)
+    assert (back.step, back.manifest.checksum) == (0, fresh.manifest.checksum)
+    assert {message.step for message in driver.of(Published)} == {0}
+
+
+def test_the_next_step_runs_while_weights_are_published(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step's file is not written before the second step is done, and holds the first step's weights."""
+    written = queue.SimpleQueue[None]()
+    publish = WeightPublisher.publish
+
+    def slow(publisher: WeightPublisher, tensors: Any, *, version: int, **more: Any) -> Manifest:
+        if version == 1:
+            written.get(timeout=20)
+        return publish(publisher, tensors, version=version, **more)
+
+    monkeypatch.setattr(WeightPublisher, "publish", slow)
+    order: list[str] = []
+    send = driver.sent.extend
+
+    def sending(*messages: WorkerMessage) -> None:
+        send(messages)
+        for message in messages:
+            if isinstance(message, StepDone | Published):
+                order.append(f"{type(message).__name__} {message.step}")
+            if isinstance(message, StepDone) and message.step == 2:
+                written.put(None)
+
+    driver.worker._send = sending
+    driver.play([batch(1), batch(2)])
+    assert order == ["Published 0", "StepDone 1", "StepDone 2", "Published 1", "Published 2"]
+    first, second = driver.published(1, 2)
+    assert first.manifest.checksum != second.manifest.checksum
+
+
+def test_a_publishing_thread_that_fails_ends_the_process(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    def breaking() -> Inbound:
+        monkeypatch.setattr(WeightPublisher, "publish", broken)
+        return batch(1)
+
+    with pytest.raises(ZeroDivisionError):
+        driver.play(breaking)
+    assert [message.step for message in driver.of(StepDone)] == [1]
+
+
+def test_told_to_end_it_waits_for_no_room(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill() -> Inbound:
+        monkeypatch.setattr("wingbeat.weights.publish.shutil.disk_usage", lambda path: Disk(1, 1, 0))
+        driver.on_sleep = lambda: driver.own.put(Shutdown())
+        return batch(1)
+
+    driver.play(fill, batch(2))
+    assert [message.step for message in driver.of(StepDone)] == [1] and not driver.published(1)
+    assert [message.command for message in driver.of(Failed)] == ["publish_weights"]
 
 
 def test_what_the_trainer_holds_is_never_released(driver: Driver) -> None:
-    play = iter([[driver._welcome], [batch(1)], [ReleaseVersion("solver", 1), KeepVersions("solver", ())], None])
     left: list[str] = []
+    driver.play(
+        batch(1),
+        [ReleaseVersion("solver", 1), KeepVersions("solver", ())],
+        lambda: left.extend(path.name for path in driver.files()) or [],
+    )
+    assert left == [Path(driver.published(1)[0].manifest.path).name]
 
-    def receive(*, block: bool) -> list[Inbound]:
-        turn = next(play) if block else []
-        if turn is None:
-            left.extend(path.name for path in Path(driver.of(StepDone)[0].manifest.path).parent.iterdir())
-        return [Shutdown()] if turn is None else turn
 
-    driver.worker.run(receive)
-    assert left == [Path(driver.of(StepDone)[0].manifest.path).name]
+@pytest.mark.parametrize(("control", "carried"), [("host", []), ("elsewhere", [0, 1])])
+def test_what_is_published_is_brought_to_a_control_of_another_host(
+    driver: Driver, control: str, carried: list[int]
+) -> None:
+    found: list[int] = []
+
+    def carry(manifest: Manifest, is_wanted: Callable[[], bool]) -> bool:
+        assert not driver.published(manifest.version) and is_wanted()
+        found.append(manifest.version)
+        return True
+
+    driver.worker._carry = carry
+    driver._welcome = Connected(msgspec.structs.replace(driver._welcome.welcome, host_id=control))
+    driver.play(batch(1))
+    assert found == carried and driver.published(1)

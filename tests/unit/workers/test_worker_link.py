@@ -168,6 +168,19 @@ async def test_a_refused_worker_fails_with_the_reason(
     assert "control refused this worker: the server is stopping" in caplog.text
 
 
+async def test_what_is_refused_for_now_is_tried_again(
+    control: FakeControl, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    control.answer = [Refused("an engine named 'engine-0' is connected already", for_now=True)]
+    link = connect()
+    for _ in range(5):
+        await control.next_socket()
+    control.answer = [WELCOME]
+    inbox = Inbox(link)
+    assert await inbox.next() == Connected(WELCOME)
+    assert caplog.text.count("control refuses this worker for now: an engine named 'engine-0'") == 1
+
+
 async def test_a_wrong_key_is_not_tried_again(
     control: FakeControl, connect: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ class Link:
     def start(self) -> None: ...
     def close(self) -> None: ...
     def send(self, *messages: Any) -> None: ...
+    def deliver(self, message: Any) -> None: ...
     def receive(self, **how: Any) -> list[Any]:
         return []
 
@@ -38,7 +39,7 @@ def test_what_must_be_fixed_first_ends_the_worker_with_exit_code_2(
         monkeypatch.setattr(main, name, lambda *a, **k: None)
     monkeypatch.setattr(main.torch, "set_num_interop_threads", lambda number: None)
     arguments = main.WorkerArguments("http://x", "key", "trainer-solver", (), 1)
-    build: Any = lambda host, send: Refusing()  # noqa: E731
+    build: Any = lambda *parts: Refusing()  # noqa: E731
     with pytest.raises(SystemExit) as ended:
         main.run_worker("trainer", arguments, build)
     assert ended.value.code == SetupError.exit_code == 2

@@ -2,12 +2,12 @@
 
 from wingbeat.core.config.collect import CollectConfig
 from wingbeat.core.config.dataflow import DataflowConfig, OperatorConfig, SourceConfig, TasksConfig
+from wingbeat.core.config.engine import EngineConfig
 from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.load import apply_overrides, dump_toml, load_config, parse_overrides
 from wingbeat.core.config.schema import (
     AgentConfig,
     Config,
-    EngineConfig,
     EvalConfig,
     PolicyConfig,
     RunConfig,
@@ -15,6 +15,8 @@ from wingbeat.core.config.schema import (
 )
 from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.config.trainer import CriticConfig, LoraConfig, TrainerConfig
+from wingbeat.core.config.vllm import VllmConfig
+from wingbeat.core.config.weights import WeightsConfig
 
 __all__ = [
     "AgentConfig",
@@ -34,6 +36,8 @@ __all__ = [
     "SourceConfig",
     "TasksConfig",
     "TrainerConfig",
+    "VllmConfig",
+    "WeightsConfig",
     "apply_overrides",
     "dump_toml",
     "load_config",

@@ -8,11 +8,15 @@ from pydantic import Field, model_validator
 
 from wingbeat.core.config.collect import CollectConfig
 from wingbeat.core.config.dataflow import DataflowConfig, TasksConfig
+from wingbeat.core.config.engine import EngineConfig
 from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.limits import LimitsConfig
+from wingbeat.core.config.lora_groups import check_lora_groups
 from wingbeat.core.config.section import Section
 from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.config.trainer import WITHOUT_GROUP_BASELINE, LoraConfig, TrainerConfig
+from wingbeat.core.config.vllm import check_vllm
+from wingbeat.core.config.weights import WeightsConfig
 
 
 class RunConfig(Section):
@@ -75,21 +79,6 @@ class PolicyConfig(Section):
         return self
 
 
-class EngineConfig(Section):
-    """Engine workers."""
-
-    count: int = Field(default=1, ge=0, description="Embedded engine processes; each hosts every policy.")
-    threads: int | None = Field(default=None, ge=1, description="Torch threads; unset: cores / workers.")
-    device: str = Field(default="auto", description="`auto` (torch.accelerator, else cpu) or a torch device.")
-    max_running: int = Field(default=64, ge=1, description="Requests decoded together.")
-    kv_tokens: int = Field(default=131072, ge=64, description="KV cache capacity in tokens, per policy.")
-    prefill_tokens: int = Field(default=2048, ge=16, description="Prompt tokens per step at most.")
-    kv_on_update: Literal["recompute", "keep"] = Field(
-        default="recompute",
-        description="After new weights: recompute the KV of running requests (exact), or keep it (faster).",
-    )
-
-
 class EvalConfig(Section):
     """Evaluation on held-out tasks at a pinned version."""
 
@@ -146,6 +135,7 @@ class Config(Section):
     collect: CollectConfig = CollectConfig()
     policies: dict[str, PolicyConfig] = Field(min_length=1, description="The models, by name.")
     engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
     dataflow: DataflowConfig = DataflowConfig()
     health: HealthConfig = HealthConfig()
     tasks: TasksConfig = TasksConfig()
@@ -190,6 +180,20 @@ class Config(Section):
                 raise ValueError(
                     f"policy name {name!r}: expected one without ':', '@', '/', '\\' or spaces and no '.' at its start"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_and_lora_groups_can_share(self) -> Config:
+        check_lora_groups(self)
+        check_vllm(self)
+        return self
+
+    @model_validator(mode="after")
+    def _laggards_leave_room(self) -> Config:
+        """Beyond the bound no group would be admitted while an engine is so far behind."""
+        lag, bound = self.engine.max_lag, self.dataflow.max_staleness
+        if lag is not None and lag > bound:
+            raise ValueError(f"engine.max_lag: expected at most dataflow.max_staleness = {bound}, got {lag}")
         return self
 
     @model_validator(mode="after")

@@ -11,10 +11,11 @@ KV pool.  Invariants: one forward sees one version; a row of KV has one writer; 
 copying, never by aliasing.
 """
 
+from wingbeat.engines.embedded.adapters import AdapterWeights
 from wingbeat.engines.embedded.engine import EmbeddedEngine
 from wingbeat.engines.embedded.grammar import GrammarCompiler
 from wingbeat.engines.embedded.lora import AdapterMerger
 from wingbeat.engines.embedded.options import EngineOptions
 from wingbeat.engines.embedded.runs import Run, plan_runs
 
-__all__ = ["AdapterMerger", "EmbeddedEngine", "EngineOptions", "GrammarCompiler", "Run", "plan_runs"]
+__all__ = ["AdapterMerger", "AdapterWeights", "EmbeddedEngine", "EngineOptions", "GrammarCompiler", "Run", "plan_runs"]

@@ -127,7 +127,7 @@ class Batcher:
         while self._waiting and budget > 0 and len(self._running) < self._options.max_running:
             request = self._waiting.popleft()
             donors = [r.attached for r in self._running]
-            match = self._rows.match(request.tokens, cache_key=request.cache_key, donors=donors, idle=True)
+            match = self._match(request, donors)
             if match.pending - match.length >= MIN_SHARED_TOKENS:
                 deferred.append(request)
                 continue
@@ -157,19 +157,25 @@ class Batcher:
         remaining = request.max_tokens - request.sampled
         want = len(tokens) + min(remaining, self._options.row_headroom_tokens)
         source = match.row if match.length >= MIN_SHARED_TOKENS else None
-        row = self._rows.create(tokens, want=want, need=need, cache_key=request.cache_key, protect=source)
+        keys = {"cache_key": request.cache_key, "adapter": request.adapter}
+        row = self._rows.create(tokens, want=want, need=need, protect=source, **keys)
         if row is None:
             source = None
-            row = self._rows.create(tokens, want=want, need=need, cache_key=request.cache_key, protect=None)
+            row = self._rows.create(tokens, want=want, need=need, protect=None, **keys)
         if row is not None and source is not None:
             self._rows.copy_prefix(source, row, tokens=match.length)
         return row
+
+    def _match(self, request: ActiveRequest, donors: Sequence[Row]) -> Match:
+        return self._rows.match(
+            request.tokens, cache_key=request.cache_key, donors=donors, idle=True, adapter=request.adapter
+        )
 
     def _share(self, request: ActiveRequest, *, ahead: Sequence[ActiveRequest]) -> bool:
         """Before a row is computed from scratch again: copy what others hold; False to wait for them."""
         row = request.attached
         donors = [r.attached for r in ahead]
-        match = self._rows.match(request.tokens, cache_key=request.cache_key, donors=donors, idle=True)
+        match = self._match(request, donors)
         if match.pending - match.length >= MIN_SHARED_TOKENS:
             return False
         if match.row is not None and match.length >= MIN_SHARED_TOKENS:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from wingbeat.core.errors import ConflictError
-from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
+from wingbeat.core.errors import ConflictError, ModelSourceError
+from wingbeat.core.ports import EngineStats, GenerateRequest, KvExport, TokenEvent
 from wingbeat.core.support import WHOLE_VOCABULARY
 from wingbeat.core.types import FinishReason
+from wingbeat.engines.embedded.adapters import AdapterBank, AdapterWeights
 from wingbeat.engines.embedded.admission import RequestLimits, resolve_limits
 from wingbeat.engines.embedded.batching import Batcher, Feed
 from wingbeat.engines.embedded.constrained import ConstrainedRequests
 from wingbeat.engines.embedded.grammar import GrammarCompiler
-from wingbeat.engines.embedded.kv import KVStore
+from wingbeat.engines.embedded.kv_moves import fits, model_shape, usable_tokens
 from wingbeat.engines.embedded.options import EngineOptions
 from wingbeat.engines.embedded.pool import ExtentPool
-from wingbeat.engines.embedded.probe import probe_layers
 from wingbeat.engines.embedded.requests import ActiveRequest, Move, Phase, activate, apply
-from wingbeat.engines.embedded.rows import RowTable
+from wingbeat.engines.embedded.rows import Row, RowTable
+from wingbeat.engines.embedded.runner import ModelRunner, Runner
 from wingbeat.engines.embedded.sampler import Draw, Drawn, sample
-from wingbeat.engines.embedded.step import ForwardStep, Segment, plan_calls
+from wingbeat.engines.embedded.step import Segment, packing_order
 from wingbeat.engines.embedded.supports import SupportEncoder
-from wingbeat.engines.embedded.weights import apply_weights
 
 COMPILE_WAIT_S = 0.02
 """How long a step without other work waits for a grammar: whoever drives the engine has other engines to drive, and
@@ -41,6 +41,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device(device)
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None else torch.device("cpu")
+
+
+class MakeRunner(Protocol):
+    """Puts a model to work on a device, in one process or in several."""
+
+    def __call__(self, model: PreTrainedModel, *, capacity_tokens: int, device: torch.device) -> Runner: ...
 
 
 class EmbeddedEngine:
@@ -62,22 +68,23 @@ class EmbeddedEngine:
         device: str | torch.device = "auto",
         seed: int = 0,
         policy_version: int = 0,
+        make_runner: MakeRunner = ModelRunner,
     ) -> None:
         self._options = config or EngineOptions()
         self._device = resolve_device(device)
-        self._model = cast(Any, model.to(self._device).eval().requires_grad_(False))  # pyright: ignore[reportArgumentType]
-        layers = probe_layers(model, device=self._device)
+        model.to(self._device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         pool = ExtentPool(self._options.kv_tokens)
         self._limits: RequestLimits = resolve_limits(model, self._options, largest_row=pool.largest_extent)
-        with torch.inference_mode():
-            self._store = KVStore(layers, capacity_tokens=pool.capacity_tokens, device=self._device)
-        self._rows = RowTable(pool, self._store)
+        self._runner = make_runner(model, capacity_tokens=pool.capacity_tokens, device=self._device)
+        self._adapters = AdapterBank(model, device=self._device)
+        self._shape = model_shape(model, self._runner.layers)
+        self._rows = RowTable(pool, self._runner)
         self._batcher = Batcher(self._options, self._rows)
         self._stops = frozenset(stop_token_ids)
         self._constrained = ConstrainedRequests(grammars, vocabulary=self._limits.vocabulary)
         self._supports = SupportEncoder()
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._version = policy_version
+        self._version, self._lineage = policy_version, 0
         self._requests: dict[str, ActiveRequest] = {}
         self._ended: list[TokenEvent] = []
         self._paused = False
@@ -87,11 +94,21 @@ class EmbeddedEngine:
     @property
     def parallelism(self) -> int:
         """Devices this engine spans."""
-        return 1
+        return self._runner.parallelism
+
+    @property
+    def runner(self) -> Runner:
+        """What ``make_runner`` made."""
+        return self._runner
 
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def lineage(self) -> int:
+        """Of :attr:`policy_version`."""
+        return self._lineage
 
     @property
     def context_tokens(self) -> int:
@@ -110,6 +127,8 @@ class EmbeddedEngine:
         grammar = request.sampling.grammar
         stops = self._stops.union(request.sampling.stop_token_ids)
         fault = self._limits.fault(request) or self._constrained.fault(grammar, stops=stops)
+        if request.adapter and request.adapter not in self._adapters:
+            fault = f"there is no adapter {request.adapter!r} here: put_adapter first, or leave adapter empty"
         if fault:
             self._end_unserved(request.request_id, FinishReason.ERROR, error=fault)
             return
@@ -148,19 +167,93 @@ class EmbeddedEngine:
             events.extend(self._run(feeds))
         return events
 
-    def update_weights(self, tensors: Mapping[str, Tensor], *, policy_version: int, partial: bool = False) -> None:
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int, partial: bool = False, lineage: int = 0
+    ) -> None:
         """Swap weights between steps; running requests go on under the new version.
 
         All tensors are checked before any is written; ``partial`` allows a subset (merged adapters).
         Raises ModelSourceError on missing, unexpected or mis-shaped tensors, leaving the engine as it was.
         """
-        apply_weights(self._model, tensors, partial=partial)
-        self._version = policy_version
-        self._rows.new_epoch(recompute=self._tainted or self._options.kv_on_update == "recompute")
+        self._runner.write_weights(tensors, partial=partial)
+        self._version, self._lineage = policy_version, lineage
+        self._new_epoch()
+
+    def put_adapter(self, name: str, weights: AdapterWeights | None) -> None:
+        """Add an adapter, or swap its weights; requests that name it run with it from the next step on.
+
+        None is an adapter that adds nothing to the model.  The model's own weights and other adapters stay, and so does
+        their KV.  Raises ModelSourceError where it does not fit, leaving the engine as it was.
+        """
+        if self._runner.parallelism > 1:
+            raise ModelSourceError(
+                f"adapter {name!r} cannot be added to a model that is split over {self._runner.parallelism} processes;"
+                " merge it (AdapterMerger), or set engine.tensor_parallel to 1"
+            )
+        self._adapters.put(name, weights)
+        self._new_epoch(name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, of which no request is left."""
+        self._adapters.drop(name)
+        self._new_epoch(name)
+
+    def _new_epoch(self, adapter: str | None = None) -> None:
+        """Weights changed: those of an adapter, or (None) the model's."""
+        recompute = self._tainted or self._options.kv_on_update == "recompute"
+        self._rows.new_epoch(recompute=recompute, adapter=None if self._tainted else adapter)
         if self._tainted:
             with torch.inference_mode():
-                self._store.clear_all()
+                self._runner.clear_all()
             self._tainted = False
+
+    def kv_bytes(self, request_id: str) -> int:
+        """How much KV :meth:`export_kv` would copy; 0 where the request has none to give."""
+        row = self._exportable(request_id)
+        return 0 if row is None else row.computed * sum(s.bytes_per_token for s in self._runner.layers)
+
+    @torch.inference_mode()
+    def export_kv(self, request_id: str) -> KvExport | None:
+        """A running request's tokens with the KV computed for them, for an engine that takes it over.
+
+        None where there is no KV of the live weights alone: unknown, queued or just fed anew requests, and those
+        that went on with older KV after an update.  The request stays; abort it once it is taken over.
+        """
+        row = self._exportable(request_id)
+        if row is None:
+            return None
+        return KvExport(
+            tokens=tuple(row.tokens[: row.computed]),
+            layers=tuple(self._runner.read_kv(row.extent.start, tokens=row.computed)),
+            policy_version=self._version,
+            lineage=self._lineage,
+            model=self._shape,
+        )
+
+    @torch.inference_mode()
+    def import_kv(self, request: GenerateRequest, export: KvExport) -> int:
+        """Submit a request that another engine has begun: how many tokens need not be computed again.
+
+        0 where the KV is of other weights, of another model or of other tokens, or finds no room: the request is
+        prefilled then, with the same result.  Raises ConflictError if a live request has the same id.
+        """
+        usable = 0
+        sampled_by = (export.model, export.lineage, export.policy_version)
+        if sampled_by == (self._shape, self._lineage, self._version) and fits(export, self._runner.layers):
+            usable = usable_tokens(export, request.prompt_ids)
+        if usable and (row := self._rows.adopt(export.tokens[:usable], cache_key=request.cache_key)) is not None:
+            self._runner.write_kv(row.extent.start, [(k[:, :usable], v[:, :usable]) for k, v in export.layers])
+        else:
+            usable = 0
+        self.submit(request)
+        return usable
+
+    def _exportable(self, request_id: str) -> Row | None:
+        request = self._requests.get(request_id)
+        row = None if request is None else request.row
+        if row is None or not row.computed or row.adapter:  # adapters have versions that an export does not name
+            return None
+        return row if row.epoch == self._rows.current() else None
 
     def pause(self) -> None:
         """Stop computing; requests and their KV stay."""
@@ -168,6 +261,10 @@ class EmbeddedEngine:
 
     def resume(self) -> None:
         self._paused = False
+
+    def running(self) -> list[str]:
+        """The requests that are decoding or prefilling."""
+        return [request.id for request in self._batcher.running]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -178,6 +275,7 @@ class EmbeddedEngine:
             reused_tokens=self._batcher.reused_tokens,
             policy_version=self._version,
             kv_tokens_free=self._rows.free_tokens,
+            parallelism=self._runner.parallelism,
         )
 
     def _draw(self, request: GenerateRequest) -> Draw:
@@ -205,9 +303,7 @@ class EmbeddedEngine:
         self._ended.append(TokenEvent(request_id, (), (), self._version, finish_reason=reason, error=error))
 
     def _run(self, feeds: Sequence[Feed]) -> list[TokenEvent]:
-        segments = [Segment(f.request.attached.extent, f.begin, f.count) for f in feeds]
-        order, calls = plan_calls(segments, device=self._device)
-        sampling, logits_BV = self._forward([feeds[i] for i in order], calls)
+        sampling, logits_BV = self._forward(feeds)
         self._batcher.commit(feeds)
         if not sampling:
             return []
@@ -233,33 +329,27 @@ class EmbeddedEngine:
         allowed_RV = drawn.allowed_RV if len(kept) == len(drawn.restricted) else drawn.allowed_RV[kept]
         return dict(zip((drawn.restricted[r] for r in kept), self._supports.encode(allowed_RV), strict=True))
 
-    def _forward(self, feeds: Sequence[Feed], calls: Sequence[Any]) -> tuple[list[ActiveRequest], Tensor]:
+    def _forward(self, feeds: Sequence[Feed]) -> tuple[list[ActiveRequest], Tensor]:
         """Feed the packed tokens; logits [B, V] of the requests whose next token is due."""
+        segments = [Segment(f.request.attached.extent, f.begin, f.count) for f in feeds]
+        order = packing_order(segments)
         ids: list[int] = []
-        positions: list[int] = []
-        addresses: list[int] = []
         due: list[int] = []
         sampling: list[ActiveRequest] = []
-        for feed in feeds:
-            start, end = feed.request.attached.extent.start, feed.begin + feed.count
-            ids.extend(feed.request.tokens[feed.begin : end])
-            positions.extend(range(feed.begin, end))
-            addresses.extend(range(start + feed.begin, start + end))
+        adapted = False
+        for i in order:
+            feed = feeds[i]
+            request = feed.request
+            ids += request.tokens[feed.begin : feed.begin + feed.count]
             if feed.samples:
-                sampling.append(feed.request)
+                sampling.append(request)
                 due.append(len(ids) - 1)
-        packed_3T = torch.tensor([ids, positions, addresses], device=self._device)
-        step = ForwardStep(self._store, calls, positions_T=packed_3T[1], addresses_T=packed_3T[2])
-        keep_B = torch.tensor(due, dtype=torch.long, device=self._device)
-        output = self._model(
-            input_ids=packed_3T[:1],
-            position_ids=packed_3T[1:2],
-            past_key_values=step,
-            kv_step=step,
-            use_cache=True,
-            logits_to_keep=keep_B,
-        )
-        return sampling, output.logits[0]
+            adapted = adapted or bool(request.adapter)
+        packed = [segments[i] for i in order]
+        if not adapted:
+            return sampling, self._runner.forward(packed, ids, due)
+        with self._adapters.over([(feeds[i].request.adapter, feeds[i].count) for i in order], kept=due):
+            return sampling, self._runner.forward(packed, ids, due)
 
     def _deliver(self, request: ActiveRequest, token: int, logprob: float, *, support: bytes) -> TokenEvent:
         if not math.isfinite(logprob):
@@ -293,5 +383,6 @@ class EmbeddedEngine:
         del self._requests[request.id]
         self._rows.scrub(request.attached)
         self._batcher.finish(request, reusable=False)
-        error = f"non-finite logits at policy version {self._version}: the weights or this prompt overflow"
+        weights = f"with adapter {request.adapter!r}" if request.adapter else f"at policy version {self._version}"
+        error = f"non-finite logits {weights}: the weights or this prompt overflow"
         return TokenEvent(request.id, (), (), self._version, finish_reason=FinishReason.ERROR, error=error)

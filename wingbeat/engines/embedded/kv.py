@@ -6,7 +6,7 @@ N rows of a call, Q queries per row, L keys per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,10 @@ class LayerSpec:
     window: int | None
     """Sliding window in positions, the query's own included; None sees everything before it."""
     dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
 class KVStore:
@@ -62,6 +66,12 @@ class KVStore:
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 tensor[:, target : target + tokens] = tensor[:, source : source + tokens]
+
+    def ranges(self, start: int, *, tokens: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [K, tokens, D] from an address on, layer by layer, where they lie; None: all there is."""
+        end = None if tokens is None else start + tokens
+        for keys, values in zip(self.keys, self.values, strict=True):
+            yield keys[:, start:end], values[:, start:end]
 
     def clear(self, start: int, *, tokens: int) -> None:
         """Zero a range that may hold non-finite numbers."""

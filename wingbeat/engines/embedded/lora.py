@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,10 @@ class AdapterMerger:
         Pass the result to ``update_weights(..., partial=True)``.  Computed in float32, returned in the
         base weight's dtype.  Raises ModelSourceError on other tensors, incomplete pairs or wrong shapes.
         """
-        pairs = self._pairs(tensors)
+        pairs = adapter_pairs(self._model, tensors, adapter=self._adapter)
+        self._refuse_tied(pairs)
         if not self._base:
-            self._base = {name: self._linear_weight(name).detach().clone() for name in pairs}
+            self._base = {name: linear_weight(self._model, name).detach().clone() for name in pairs}
         if set(pairs) != set(self._base):
             missing, extra = sorted(set(self._base) - set(pairs)), sorted(set(pairs) - set(self._base))
             raise ModelSourceError(
@@ -63,38 +64,48 @@ class AdapterMerger:
             merged[f"{name}.weight"] = torch.add(base.float(), delta, alpha=scale).to(base.dtype)
         return merged
 
-    def _pairs(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        found_a, found_b = _by_suffix(tensors, SUFFIX_A), _by_suffix(tensors, SUFFIX_B)
-        if len(found_a) + len(found_b) != len(tensors) or not found_a:
-            known = {f"{PREFIX}{n}{s}" for f, s in ((found_a, SUFFIX_A), (found_b, SUFFIX_B)) for n in f}
-            raise ModelSourceError(
-                f"expected only {PREFIX}<module>{SUFFIX_A} and {SUFFIX_B} tensors, got "
-                f"{sorted(set(tensors) - known)[:5]}; plain LoRA on linear layers is what can be merged"
-            )
-        if set(found_a) != set(found_b):
-            raise ModelSourceError(
-                f"lora_A and lora_B must come in pairs, unpaired: {sorted(set(found_a) ^ set(found_b))}"
-            )
-        for name, a in found_a.items():
-            weight, rank = self._linear_weight(name), self._adapter.rank
-            expected = ((rank, weight.shape[1]), (weight.shape[0], rank))
-            got = (tuple(a.shape), tuple(found_b[name].shape))
-            if got != expected:
-                raise ModelSourceError(f"{name}: expected lora_A and lora_B of shapes {expected}, got {got}")
-        return {name: (a, found_b[name]) for name, a in found_a.items()}
+    def _refuse_tied(self, names: Iterable[str]) -> None:
+        for name in names:
+            if id(linear_weight(self._model, name)) in self._tied:
+                raise ModelSourceError(
+                    f"adapter targets {name!r}, whose weight is tied; merging would change both users"
+                )
 
-    def _linear_weight(self, name: str) -> Tensor:
-        try:
-            module = self._model.get_submodule(name)
-        except AttributeError:
-            raise ModelSourceError(
-                f"adapter targets {name!r}, which the model lacks; is the base model right?"
-            ) from None
-        if not isinstance(module, nn.Linear):
-            raise ModelSourceError(f"adapter targets {name!r}, a {type(module).__name__}; only nn.Linear can be merged")
-        if id(module.weight) in self._tied:
-            raise ModelSourceError(f"adapter targets {name!r}, whose weight is tied; merging would change both users")
-        return module.weight
+
+def adapter_pairs(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, adapter: AdapterInfo
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """``lora_A`` [r, in] and ``lora_B`` [out, r] by the name of their module in ``model``.
+
+    Raises ModelSourceError on other tensors, incomplete pairs, wrong shapes, or modules that are no linear layers.
+    """
+    found_a, found_b = _by_suffix(tensors, SUFFIX_A), _by_suffix(tensors, SUFFIX_B)
+    if len(found_a) + len(found_b) != len(tensors) or not found_a:
+        known = {f"{PREFIX}{n}{s}" for f, s in ((found_a, SUFFIX_A), (found_b, SUFFIX_B)) for n in f}
+        raise ModelSourceError(
+            f"expected only {PREFIX}<module>{SUFFIX_A} and {SUFFIX_B} tensors, got "
+            f"{sorted(set(tensors) - known)[:5]}; plain LoRA on linear layers is what can be served"
+        )
+    if set(found_a) != set(found_b):
+        raise ModelSourceError(f"lora_A and lora_B must come in pairs, unpaired: {sorted(set(found_a) ^ set(found_b))}")
+    for name, a in found_a.items():
+        weight = linear_weight(model, name)
+        expected = ((adapter.rank, weight.shape[1]), (weight.shape[0], adapter.rank))
+        got = (tuple(a.shape), tuple(found_b[name].shape))
+        if got != expected:
+            raise ModelSourceError(f"{name}: expected lora_A and lora_B of shapes {expected}, got {got}")
+    return {name: (a, found_b[name]) for name, a in found_a.items()}
+
+
+def linear_weight(model: nn.Module, name: str) -> Tensor:
+    """The weight of a linear layer that an adapter targets.  Raises ModelSourceError where there is none."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ModelSourceError(f"adapter targets {name!r}, which the model lacks; is the base model right?") from None
+    if not isinstance(module, nn.Linear):
+        raise ModelSourceError(f"adapter targets {name!r}, a {type(module).__name__}; only nn.Linear can be adapted")
+    return module.weight
 
 
 def _by_suffix(tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Tensor]:

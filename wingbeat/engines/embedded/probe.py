@@ -6,6 +6,7 @@ hands to its attention interface, so a feature we cannot honour is refused by na
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,47 @@ from wingbeat.engines.embedded.kv import LayerSpec
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 HONOURED = frozenset({"sliding_window", "position_ids", "use_cache", "cache_position", "is_causal", "dropout"})
 """Keywords that either are implemented or say what already holds here."""
+TESTED = (
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BitNetForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+    "GlmForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "OPTForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Architectures whose logprobs are those of transformers' own forward pass.  Others may serve as well: what decides is
+what they hand to their attention."""
 
 
 class _Probe:
@@ -40,15 +82,11 @@ class _Probe:
     def attend(self, layer: int, query_1HTD: Tensor, *, scaling: float | None, extra: dict[str, Any]) -> Tensor:
         unknown = sorted(k for k, v in extra.items() if k not in HONOURED and v is not None and v is not False)
         if unknown:
-            raise ModelSourceError(
-                f"the model's attention uses {', '.join(unknown)}, which the embedded engine cannot honour; use vllm"
-            )
+            raise ModelSourceError(f"attention uses {', '.join(unknown)}, which cannot be honoured")
         if extra.get("is_causal") is False:
-            raise ModelSourceError("the model's attention is bidirectional; only causal models can be sampled")
+            raise ModelSourceError("attention is bidirectional, and only causal models can be sampled")
         if layer not in self.shapes or layer in self.layers:
-            raise ModelSourceError(
-                f"attention layer {layer} shares another layer's KV, which is not supported; use vllm"
-            )
+            raise ModelSourceError(f"attention layer {layer} shares another layer's KV")
         key, value = self.shapes[layer]
         heads = query_1HTD.shape[1]
         self.layers[layer] = LayerSpec(
@@ -63,19 +101,46 @@ def probe_layers(model: PreTrainedModel, *, device: torch.device) -> list[LayerS
 
     Raises ModelSourceError where the model keeps state we do not manage or uses unknown attention features.
     """
-    name = type(model).__name__
     types = set(getattr(model.config, "layer_types", None) or ()) - LAYER_TYPES
     if types:
-        raise ModelSourceError(f"{name} has layers of type {', '.join(sorted(types))}; expected {sorted(LAYER_TYPES)}")
+        raise _unsupported(model, f"it has layers of type {', '.join(sorted(types))}")
     if not model._can_set_attn_implementation():  # pyright: ignore[reportPrivateUsage]
-        raise ModelSourceError(f"{name} does not use transformers' attention interface; use vllm")
+        raise _unsupported(model, "it does not use transformers' attention interface")
     model.set_attn_implementation(IMPLEMENTATION)
     probe = _Probe()
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    model(input_ids=token, position_ids=token, past_key_values=probe, kv_step=probe, use_cache=True)
+    try:
+        model(input_ids=token, position_ids=token, past_key_values=probe, kv_step=probe, use_cache=True)
+    except ModelSourceError as error:
+        raise _unsupported(model, error.message) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+        # It wants more of its cache, tells attention less, or (split) its shapes do not meet.
+        raise _unsupported(model, f"its forward pass cannot be driven: {error}") from error
     layers = [probe.layers[i] for i in sorted(probe.layers)]
     if not layers or sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
-        raise ModelSourceError(
-            f"{name}: expected attention in {model.config.num_hidden_layers} layers, found {sorted(probe.layers)}"
+        raise _unsupported(
+            model, f"expected attention in {model.config.num_hidden_layers} layers, found {sorted(probe.layers)}"
         )
+    if window := _untold_window(model, layers):
+        raise _unsupported(model, f"it masks a sliding window of {window} tokens without telling its attention")
     return layers
+
+
+def _untold_window(model: PreTrainedModel, layers: list[LayerSpec]) -> int:
+    """The window that the model's masks have and its attention layers do not know of, which would see everything."""
+    config: Any = model.config.get_text_config()
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    masks = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    if not window or not masks or any(layer.window for layer in layers):
+        return 0
+    slides = types is None or "sliding_attention" in types
+    return window if slides and window < (getattr(config, "max_position_embeddings", None) or sys.maxsize) else 0
+
+
+def _unsupported(model: PreTrainedModel, why: str) -> ModelSourceError:
+    return ModelSourceError(
+        f"the embedded engine cannot serve {type(model).__name__}: {why}; use vllm, or one of the architectures that"
+        f" were tested: {', '.join(TESTED)}"
+    )

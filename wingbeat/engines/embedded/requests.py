@@ -60,6 +60,8 @@ class ActiveRequest:
     """How many of the prompt's last tokens its grammar has yet to consume."""
     constraint: Constraint | None = None
     """Set once the grammar is compiled; None for requests without one."""
+    adapter: str = ""
+    """Whose weights sample it; "": the model's own."""
 
     @property
     def sampled(self) -> int:
@@ -91,4 +93,5 @@ def activate(request: GenerateRequest, *, stops: frozenset[int], draw: Draw) -> 
         draw=draw,
         phase=Phase.COMPILING if request.sampling.grammar else Phase.WAITING,
         resumed_tokens=request.sampling.resumed_tokens,
+        adapter=request.adapter,
     )

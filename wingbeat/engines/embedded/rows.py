@@ -3,7 +3,8 @@
 A row is a sequence of tokens with its KV in one extent.  It has one writer at most (its owner).  Prefixes
 are shared by copying from any row; an idle row may also be taken over in place.  ``epoch`` counts weight
 updates: only rows computed wholly under the current epoch may serve others, so no prompt is ever
-conditioned on KV of other weights, whatever the policy versions are called.
+conditioned on KV of other weights, whatever the policy versions are called.  For the same reason adapters
+have epochs of their own and never serve one another.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Row:
     computed: int = 0
     used: int = 0
     """Tick of release, for least-recently-used eviction."""
+    adapter: str = ""
+    """Whose weights compute it; "": the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class RowTable:
         self._owned: list[Row] = []
         self._tick = 0
         self.epoch = 0
+        """Weight updates so far."""
+        self._updated: dict[str, int] = {}
+        """Epoch of each adapter; the others have that of the model's last update."""
+        self._model_epoch = 0
 
     @property
     def owned(self) -> Sequence[Row]:
@@ -76,8 +83,14 @@ class RowTable:
         """Capacity that no running request holds; idle rows give way."""
         return self._pool.free_tokens + sum(r.extent.size for r in self._idle)
 
-    def match(self, tokens: Sequence[int], *, cache_key: str, donors: Sequence[Row], idle: bool) -> Match:
-        """The longest common prefix with ``donors`` (owned rows) and, if asked, idle rows.
+    def current(self, adapter: str = "") -> int:
+        """The epoch of an adapter's weights."""
+        return self._updated.get(adapter, self._model_epoch)
+
+    def match(
+        self, tokens: Sequence[int], *, cache_key: str, donors: Sequence[Row], idle: bool, adapter: str = ""
+    ) -> Match:
+        """The longest common prefix with ``donors`` (owned rows) and, if asked, idle rows, of the same adapter.
 
         At least the last token is left to compute, since its logits are wanted.  Idle rows of the same
         cache key are preferred; they are taken over if that keeps at least half of what they hold.
@@ -86,6 +99,8 @@ class RowTable:
         best, takeover = _Best(tokens, limit), False
         others: list[Row] = []
         for row in self._idle if idle else ():
+            if row.adapter != adapter:
+                continue
             if row.cache_key == cache_key:
                 best.offer(row)
             else:
@@ -94,7 +109,8 @@ class RowTable:
             takeover = 2 * best.length >= best.row.computed
         same_key = best.row
         best.handicap = MIN_SHARED_TOKENS if takeover else 0
-        for row in (*others, *(r for r in donors if r.epoch == self.epoch)):
+        epoch = self.current(adapter)
+        for row in (*others, *(r for r in donors if r.epoch == epoch and r.adapter == adapter)):
             best.offer(row)
         return Match(best.row, best.length, best.pending, takeover and best.row is same_key)
 
@@ -104,13 +120,29 @@ class RowTable:
         row.tokens, row.computed, row.cache_key, row.owned = tokens, keep, cache_key, True
         self._owned.append(row)
 
-    def create(self, tokens: list[int], *, want: int, need: int, cache_key: str, protect: Row | None) -> Row | None:
+    def create(
+        self, tokens: list[int], *, want: int, need: int, cache_key: str, protect: Row | None, adapter: str = ""
+    ) -> Row | None:
         """A new owned row with room for ``want`` tokens, or at least ``need``; None if nothing can give way."""
         extent = self._allocate(want, protect=protect) or self._allocate(need, protect=protect)
         if extent is None:
             return None
-        row = Row(extent, tokens, cache_key, self.epoch)
+        row = Row(extent, tokens, cache_key, self.current(adapter), adapter=adapter)
         self._owned.append(row)
+        return row
+
+    def adopt(self, tokens: Sequence[int], *, cache_key: str) -> Row | None:
+        """An idle row for KV that comes from elsewhere, under the current epoch; None where nothing can give way.
+
+        The request that it is meant for takes it over, or any other with these first tokens.
+        """
+        extent = self._allocate(len(tokens), protect=None)
+        if extent is None:
+            return None
+        row = Row(extent, list(tokens), cache_key, self.current(), owned=False, computed=len(tokens))
+        self._tick += 1
+        row.used = self._tick
+        self._idle.append(row)
         return row
 
     def copy_prefix(self, source: Row, target: Row, *, tokens: int) -> None:
@@ -138,7 +170,7 @@ class RowTable:
         """Its request is done with it: keep the KV for others, or drop it if it must not be shared."""
         self._owned.remove(row)
         row.owned = False
-        if not reusable or row.epoch != self.epoch or row.computed < MIN_SHARED_TOKENS:
+        if not reusable or row.epoch != self.current(row.adapter) or row.computed < MIN_SHARED_TOKENS:
             self._pool.free(row.extent)
             return
         row.tokens = row.tokens[: row.computed]
@@ -152,18 +184,27 @@ class RowTable:
 
     def computed(self, row: Row, tokens: int) -> None:
         """So many further tokens of an owned row now have KV, under the current epoch."""
-        if row.epoch != self.epoch:
-            row.epoch = MIXED_EPOCH if row.computed else self.epoch
+        epoch = self.current(row.adapter)
+        if row.epoch != epoch:
+            row.epoch = MIXED_EPOCH if row.computed else epoch
         row.computed += tokens
 
-    def new_epoch(self, *, recompute: bool) -> None:
-        """Weights changed: idle rows are void; owned ones start over, or go on with mixed KV."""
+    def new_epoch(self, *, recompute: bool, adapter: str | None = None) -> None:
+        """Weights changed, those of one adapter or (None) the model's: idle rows that they computed are void.
+
+        Owned ones start over, or go on with mixed KV.
+        """
         self.epoch += 1
-        for row in self._idle:
+        if adapter is None:
+            self._model_epoch = self.epoch
+            self._updated.clear()
+        else:
+            self._updated[adapter] = self.epoch
+        for row in [row for row in self._idle if adapter is None or row.adapter == adapter]:
+            self._idle.remove(row)
             self._pool.free(row.extent)
-        self._idle.clear()
         for row in self._owned:
-            if recompute or not row.computed:
+            if (adapter is None or row.adapter == adapter) and (recompute or not row.computed):
                 row.computed, row.epoch = 0, self.epoch
 
     def _allocate(self, tokens: int, *, protect: Row | None) -> Extent | None:

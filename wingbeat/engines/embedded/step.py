@@ -8,6 +8,7 @@ Tokens are packed in the order in which the attention calls need them, so a call
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,18 +58,21 @@ class Call:
     """Per window: first visible key, additive mask [N, 1, Q, W] and whether plain causal attention does."""
 
 
-def plan_calls(segments: Sequence[Segment], *, device: torch.device) -> tuple[list[int], list[Call]]:
-    """The packing order (indices into ``segments``) and the attention calls over it."""
+def packing_order(segments: Sequence[Segment]) -> list[int]:
+    """Indices into ``segments`` in the order in which :func:`plan_calls` wants them."""
+    if len(segments) == 1:
+        return [0]
+    keys = [(s.count > 1, s.extent.size, s.extent.start) for s in segments]
+    return sorted(range(len(segments)), key=keys.__getitem__)
+
+
+def plan_calls(segments: Sequence[Segment], *, device: torch.device) -> list[Call]:
+    """The attention calls over segments in packing order."""
     overhead = CPU_CALL_OVERHEAD if device.type == "cpu" else DEVICE_CALL_OVERHEAD
-    groups: dict[tuple[bool, int], list[int]] = {}
-    for i, segment in enumerate(segments):
-        groups.setdefault((segment.count > 1, segment.extent.size), []).append(i)
-    order: list[int] = []
     calls: list[Call] = []
     offset = 0
-    for key in sorted(groups):
-        members = sorted(groups[key], key=lambda i: segments[i].extent.start)
-        rows = [segments[i] for i in members]
+    for _, group in itertools.groupby(segments, key=lambda s: (s.count > 1, s.extent.size)):
+        rows = list(group)
         runs = plan_runs(
             [s.extent.unit for s in rows],
             [s.end for s in rows],
@@ -79,8 +83,7 @@ def plan_calls(segments: Sequence[Segment], *, device: torch.device) -> tuple[li
             call = _call(rows[run.first : run.last + 1], run, offset=offset, device=device)
             calls.append(call)
             offset = call.tokens.stop
-        order.extend(members)
-    return order, calls
+    return calls
 
 
 def _call(rows: Sequence[Segment], run: Run, *, offset: int, device: torch.device) -> Call:

@@ -19,7 +19,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def apply_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
-    """Copy ``tensors`` into ``model`` by name, all or nothing.
+    """Copy ``tensors`` into ``model`` by name, all or nothing: they must pass :func:`check_weights`."""
+    for target, tensor in check_weights(model, tensors, partial=partial):
+        target.copy_(tensor)
+
+
+def check_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, partial: bool = False
+) -> list[tuple[Tensor, Tensor]]:
+    """The model's tensors with what they would become.
 
     Each distinct tensor must come under at least one of its (tied) names, unless ``partial``.  Floating
     dtypes are converted.  Raises ModelSourceError on missing, unexpected, mis-shaped or contradictory tensors.
@@ -43,8 +51,7 @@ def apply_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, partial: b
         other = chosen.setdefault(id(target), (name, tensor))
         if other[1] is not tensor and not torch.equal(other[1], tensor):
             raise ModelSourceError(f"{other[0]} and {name} are tied in the model but differ in the weights; send one")
-    for name, tensor in chosen.values():
-        targets[name].copy_(tensor)
+    return [(targets[name], tensor) for name, tensor in chosen.values()]
 
 
 def _listing(what: str, names: list[str]) -> str:

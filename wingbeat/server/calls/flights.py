@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from wingbeat.core.errors import UnavailableError
 from wingbeat.core.types import SamplingParams
-from wingbeat.core.worker_protocol import ControlMessage, TokenChunk
+from wingbeat.core.worker_protocol import ControlMessage, Manifest, TokenChunk
+from wingbeat.server.workers.rates import RateMeter
 
 
 class Served(NamedTuple):
@@ -34,9 +36,26 @@ class EngineLink:
     worker_id: str
     host_id: str
     send: Callable[[ControlMessage], None]
+    pid: int = 0
+    policies: tuple[str, ...] = ()
+    """Those that it hosts; () means all."""
+    software: Mapping[str, str] = field(default_factory=dict[str, str])
+    relay_url: str = ""
+    """Where it serves weights to others; "" where it does not."""
+    receive_s: float = 0.0
+    """How long its host took to pull a version lately; 0 where nobody knows."""
+    parallelism: int = 1
+    """Processes that share each model's weights there."""
     served: dict[str, Served] = field(default_factory=dict)
-    """Per policy, what it serves live."""
+    """Per policy, what it samples with: only what is here is given new generations."""
+    acknowledged: dict[str, Served] = field(default_factory=dict)
+    """Per policy, what it said last that it serves, also while it is given none."""
+    loading: dict[str, Manifest] = field(default_factory=dict)
+    """Per policy, what it was told to serve and has not answered for yet."""
     pinned: set[tuple[str, int]] = field(default_factory=set)
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Per policy, why nothing that it says of it is believed."""
+    leaving: bool = False
     flights: dict[str, Flight] = field(default_factory=dict)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
     capacity: int = 0
@@ -44,15 +63,30 @@ class EngineLink:
     num_running: Counter[Model] = field(default_factory=Counter["Model"])
     failures: dict[str, str] = field(default_factory=dict)
     """Per policy, the last command that it could not carry out, for the status; a later one that it could ends it."""
+    meters: defaultdict[str, RateMeter] = field(default_factory=lambda: defaultdict(RateMeter))
+    """Per policy, how fast it samples."""
+
+    def hosts(self, policy: str) -> bool:
+        return not self.policies or policy in self.policies
 
     def serves(self, policy: str, version: int | None) -> bool:
+        """Whether it may be given a generation of this policy, live or of a pinned version."""
+        if self.leaving or policy in self.quarantined:
+            return False
         return policy in self.served if version is None else (policy, version) in self.pinned
 
-    def has_room(self, model: Model) -> bool:
-        """A few more than run together are at hand in the engine, so that no slot of it waits for us."""
-        return not self.capacity or self.num_running[model] < self.capacity + max(1, self.capacity // 8)
+    def has_room(self, model: Model, *, share: float = 1.0) -> bool:
+        """A few more than run together are at hand in the engine, so that no slot of it waits for us.
 
-    def take(self, flight: Flight) -> None:
+        ``share`` of that is given to it.
+        """
+        room = self.capacity + max(1, self.capacity // 8)
+        return not self.capacity or self.num_running[model] < math.ceil(room * share)
+
+    def take(self, flight: Flight, *, now_s: float) -> None:
+        flight.sent_s, flight.num_before = now_s, len(flight.delivered)
+        served = self.served.get(flight.policy)
+        flight.sent_with = (0, 0) if served is None else (served.lineage, served.version)
         self.flights[flight.request_id] = flight
         self.num_running[flight.model] += 1
 
@@ -77,8 +111,16 @@ class Flight:
     stream: bool
     client: str = ""
     """Whose turn it takes."""
+    floor: int = 0
+    """The lowest live version that may sample it: the floor of its group."""
     delivered: list[int] = field(default_factory=list)
     """Tokens received so far: where another engine would continue."""
+    sent_s: float = 0.0
+    """When the engine that has it got it."""
+    num_before: int = 0
+    """Of :attr:`delivered`, those of engines before."""
+    sent_with: tuple[int, int] = (0, 0)
+    """(lineage, version) that the engine served when it got it: it samples with none that are older."""
     patience: asyncio.TimerHandle | None = None
     """Runs while no engine has it."""
     _chunks: deque[TokenChunk] = field(default_factory=deque)

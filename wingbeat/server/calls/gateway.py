@@ -175,6 +175,7 @@ class Gateway:
                 version=prepared.version,
                 stream=stream or bool(call.stop),
                 client=episode.client,
+                floor=min(episode.group.floor_version.get(call.policy, 0), self._policies[call.policy].version),
             )
             async with aclosing(chunks):
                 async for chunk in chunks:

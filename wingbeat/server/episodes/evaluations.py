@@ -52,18 +52,18 @@ class Evaluations:
     def start(self, request: EvaluationRequest) -> str:
         """Pin the version and queue one group per task; returns the evaluation's id.
 
-        Every other trainable policy of the team is pinned at its live version, too, so that the
-        score belongs to one state of all.  Raises RequestError, NotFoundError or VersionGone.
+        Without one it is the newest that is published.  Every other trainable policy of the team is pinned at its
+        newest, too, so that the score belongs to one state of all.  Raises RequestError, NotFoundError or VersionGone.
         """
         host = self._host(request.policy)
         for member in self._parts.policies.values():
-            if missing := member.missing(member.version):
+            if missing := member.missing(member.newest):
                 raise NoEngine(missing)
-        version = host.version if request.version is None else request.version
+        version = host.newest if request.version is None else request.version
         if missing := host.missing(version):
             raise NoEngine(missing) if host.versions.is_taken(version, host.ancestry) else VersionGone(missing)
         tasks = self._parts.dealer.eval_tasks(request.source, limit=request.max_tasks)
-        team = [(h, h.version) for h in self._parts.policies.values() if h is not host]
+        team = [(h, h.newest) for h in self._parts.policies.values() if h is not host]
         evaluation_id = f"{spell(request.name)}-{spell(host.name)}-{version}-{secrets.token_hex(3)}"
         spec = EvaluationSpec(
             id=evaluation_id,

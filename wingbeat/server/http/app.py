@@ -23,6 +23,7 @@ from wingbeat.server.http.guard import Guard
 from wingbeat.server.http.openapi import describe
 from wingbeat.server.http.protocol_versions import ProtocolVersions
 from wingbeat.server.http.request_limits import RequestLimits
+from wingbeat.server.http.routes_deployment import deployment_routes
 from wingbeat.server.http.routes_episodes import episode_routes
 from wingbeat.server.http.routes_run import run_routes
 from wingbeat.server.http.routes_tasks import task_routes
@@ -30,6 +31,8 @@ from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.keys.routes import key_routes
 from wingbeat.server.teams.routes import team_routes
 from wingbeat.server.variants.routes import variant_routes
+from wingbeat.server.weights.routes import weight_routes
+from wingbeat.server.workers.routes import worker_routes
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,12 @@ def _api(control: Control, keys: KeyRing) -> FastAPI:
     app.include_router(task_routes(control, keys))
     app.include_router(run_routes(control, keys))
     app.include_router(variant_routes(control, keys))
+    app.include_router(weight_routes(control, keys))
     app.include_router(key_routes(keys))
     app.include_router(collect_routes(control, keys))
     app.include_router(team_routes(control, keys))
+    app.include_router(worker_routes(control, keys))
+    app.include_router(deployment_routes(control, keys))
 
     @app.websocket("/worker/v1")
     async def worker(socket: WebSocket) -> None:

@@ -67,8 +67,7 @@ def run_routes(control: Control, keys: KeyRing) -> APIRouter:
         control.metrics.in_flight.set(control.engines.in_flight)
         control.metrics.waiting.set(control.engines.waiting)
         control.metrics.leases.set(control.rollouts.num_leased)
-        control.metrics.engines.set(len(control.engines.links))
-        control.metrics.engine_stats({link.worker_id: link.stats for link in control.engines.links})
+        control.metrics.of_engines.measure(control.engines)
         return Response(control.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @router.get("/healthz")

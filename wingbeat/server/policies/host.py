@@ -51,6 +51,8 @@ class HostContext:
     seed: int
     total_steps: int
     clock: Callable[[], float]
+    encodes_deltas: bool = False
+    """Whether a trainer is asked for deltas once engines of other hosts are connected."""
     may_pass: Callable[[str, int], bool] = lambda policy, version: True
     """Whether the barrier lets a policy at this version take its next step."""
     starves: Callable[[str, int], bool] = lambda policy, version: False
@@ -97,8 +99,10 @@ class PolicyHost:
         self.versions = PolicyVersions(spec.name, context.engines, send=self.trainer.send)
         self.loop = StepLoop(self)
         self._running_floors = running_floors
-        self._restored_checksum = ""
-        """Of the version at which this process found the run, until its weights are served again."""
+        self.publish_metrics: dict[str, float] = {}
+        """Of the newest weights whose publishing this process heard of."""
+        self.known_checksum = ""
+        """Of the weights of :attr:`version`, also as an earlier control knew it; "" until they are published."""
         if not self.config.trainable:
             self.adopt(base_manifest(spec, self.version))
 
@@ -112,9 +116,13 @@ class PolicyHost:
         return self.versions.live
 
     @property
-    def live_checksum(self) -> str:
-        """Of what is served live; before anything is, of what the run's last control served; "" where nobody knows."""
-        return self._restored_checksum if self.versions.live is None else self.versions.live.checksum
+    def newest(self) -> int:
+        """The newest version whose weights are published; :attr:`version` where there are none yet.
+
+        It is behind :attr:`version` while the weights of the last step are being published.
+        """
+        live = self.versions.live
+        return self.version if live is None else min(self.version, live.version)
 
     @property
     def has_trainer(self) -> bool:
@@ -163,21 +171,16 @@ class PolicyHost:
             self.trainer.give(self.loop.pending)
 
     def count_step(self, done: StepDone) -> None:
-        """The pending step is done: version, weights, ledger."""
+        """The pending step is done: version, ledger.  Its weights follow (:meth:`published`)."""
         self.last_batch = self.loop.pending
-        self.version = done.step
+        self.version, self.known_checksum = done.step, ""
         self.chain.on_version(self.version)
         self.trained_tokens += int(done.metrics.get("trained_tokens", 0))
         self.staleness_max = max(self.staleness_max, int(done.metrics.get("staleness/max", 0)))
         write = self.context.ledger.mark_trained(
-            self.name,
-            step=done.step,
-            metrics=done.metrics,
-            advantages=done.advantages,
-            weights_checksum=done.manifest.checksum,
+            self.name, step=done.step, metrics=done.metrics, advantages=done.advantages
         )
         self.loop.count(done, write)
-        self.adopt(done.manifest)
         self.become(TrainerState.READY if self.has_trainer else TrainerState.ABSENT)
 
     def halt(self, reason: str) -> None:
@@ -238,7 +241,7 @@ class PolicyHost:
         """Go on from the ledger: lineages, version, operators, and what waits to be trained."""
         ledger = self.context.ledger
         self.ancestry, self.version = ledger.ancestry(self.name), version
-        self._restored_checksum = ledger.weights_checksum(self.name, version)
+        self.known_checksum = ledger.weights_checksum(self.name, version)
         self.context.engines.rolled_back(self.name, self.ancestry)
         self.chain.load_state_dict(ledger.load_operator_states().get(self.name, {}))
         self._recall()
@@ -260,8 +263,9 @@ class PolicyHost:
         lineage = Lineage(self.name, before.current + 1, base_lineage, base_step, reason)
         lost = max(0, self.version - base_step)
         self.ancestry, self.version = before.with_lineage(lineage), base_step
-        self._restored_checksum = ""
+        self.known_checksum = ""
         context.engines.rolled_back(self.name, self.ancestry)
+        context.engines.lower_floors(self.name, highest=self._highest(before))
         context.rebase(self.name, self._highest(before))
         self.loop.give_up(StepEnd.ABANDONED)
         logger.warning("policy %s begins lineage %d at step %d: %s", self.name, lineage.lineage, base_step, reason)
@@ -286,8 +290,7 @@ class PolicyHost:
             if members:
                 self.buffer.add(replace(group, members=members))
         self._recall()
-        self.adopt(manifest)
-        self.context.changed.notify()
+        self.published(manifest)
 
     def _record_drops(self) -> set[tuple[str, int]]:
         """Have the ledger learn which attempts left the buffer although no batch carries them."""
@@ -310,6 +313,22 @@ class PolicyHost:
 
     # --- versions -----------------------------------------------------------------------------
 
+    def published(self, manifest: Manifest) -> None:
+        """The weights of a surviving version are there: on record, and served unless later ones are."""
+        if manifest.version == self.version:
+            self.known_checksum = manifest.checksum
+        if manifest.version:
+            self.context.watch(
+                self.context.ledger.record_weights(self.name, step=manifest.version, checksum=manifest.checksum)
+            )
+        self.adopt(manifest)
+        self.context.changed.notify()
+
+    async def until_published(self, version: int) -> None:
+        """Wait for the weights of a version that just came to be, or until it will not have any."""
+        while self.version == version and self.newest != version and not self.halted:
+            await self.context.changed.wait()
+
     def adopt(self, manifest: Manifest) -> None:
         """Serve these weights, which are of a surviving version, from now on."""
         self.versions.adopt(msgspec.structs.replace(manifest, lineage=self.ancestry.current))
@@ -317,6 +336,7 @@ class PolicyHost:
     def serve(self, manifest: Manifest) -> None:
         """Serve other weights of a policy without a trainer (snapshots), also older ones of a later lineage."""
         self.version = manifest.version
+        self.context.engines.lower_floors(self.name, highest=self.version)
         self.versions.adopt(manifest)
         self.context.changed.notify()
 
@@ -335,6 +355,8 @@ class PolicyHost:
             )
         if self.manifest is None:
             return f"policy {self.name!r} has no weights yet: its trainer is starting"
+        if self.newest < version <= self.version:
+            return f"the weights of version {version} of policy {self.name!r} are still being published"
         return f"version {version} of policy {self.name!r} is no longer held; the live one is {self.version}"
 
     def release_unused(self) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -64,8 +64,16 @@ class Snapshots:
     """All snapshot policies of this control; runs on its event loop."""
 
     def __init__(
-        self, policies: Mapping[str, PolicyHost], *, run_dir: Path, events: EventLog, changed: Changed
+        self,
+        policies: Mapping[str, PolicyHost],
+        *,
+        run_dir: Path,
+        events: EventLog,
+        changed: Changed,
+        path_of: Callable[[Manifest], Path] = lambda manifest: Path(manifest.path),
     ) -> None:
+        """``path_of`` gives the file of a version on this host, or raises OSError."""
+        self._path_of = path_of
         self._events = events
         self._changed = changed
         self._host_id = host_id()
@@ -95,9 +103,11 @@ class Snapshots:
             await self._changed.wait()
 
     async def follow(self, original: PolicyHost) -> None:
-        """``original`` took a step: copy it where that is due.  Its next step waits for the copy."""
+        """``original`` took a step: copy it where that is due.  Its next step waits for weights and copy."""
+        version = original.version
         for snapshot in self._all:
-            if snapshot.original is original:
+            if snapshot.original is original and version % snapshot.every == 0:
+                await original.until_published(version)
                 await self._take(snapshot)
 
     async def _take(self, snapshot: Snapshot) -> None:
@@ -109,7 +119,7 @@ class Snapshots:
             try:
                 with self._open(manifest) as source:
                     path = snapshot.folder / f"{manifest.lineage}-{manifest.version:08d}.safetensors"
-                    copied = msgspec.structs.replace(manifest, policy=snapshot.host.name, path=str(path))
+                    copied = _renamed(manifest, snapshot.host.name, path)
                     await asyncio.to_thread(_copy, source, copied)
             except OSError as error:
                 logger.warning("snapshot %s of version %d: %s", snapshot.host.name, manifest.version, error)
@@ -122,9 +132,7 @@ class Snapshots:
 
     def _open(self, manifest: Manifest) -> BinaryIO:
         """The published file: once it is open, its deletion does not matter.  Raises OSError."""
-        if manifest.host_id != self._host_id:
-            raise OSError(f"the weights lie on the trainer's host {manifest.host_id}; run control there, too")
-        return Path(manifest.path).open("rb")
+        return self._path_of(manifest).open("rb")
 
     def _serve(self, snapshot: Snapshot, manifest: Manifest, path: Path) -> None:
         abandoned = snapshot.files.get(manifest.version)
@@ -160,6 +168,15 @@ class Snapshots:
 
 def place_of(manifest: Manifest) -> Place:
     return manifest.lineage, manifest.version
+
+
+def _renamed(manifest: Manifest, policy: str, path: Path) -> Manifest:
+    """The same weights as another policy's, of which there is the whole file alone."""
+    whole = tuple(
+        msgspec.structs.replace(file, name=f"{policy}-{manifest.version:08d}-{manifest.checksum[:16]}.safetensors")
+        for file in manifest.files[:1]
+    )
+    return msgspec.structs.replace(manifest, policy=policy, path=str(path), files=whole)
 
 
 def _copy(source: BinaryIO, manifest: Manifest) -> None:

@@ -8,12 +8,15 @@ its weights are not the same bytes), the trainer keeps what it has, and control 
       BeginLineage(L + 1)  ────────▶   (a failed step: back to its checkpoint)
                            ◀────────   TrainerReady(step c, lineage L + 1, based on lineage l)
       ledger.begin_lineage, then: version c, lost samples back in the buffer, engines told
+
+A step counts when its StepDone comes; its weights are served when its Published comes, maybe steps later.  Who dies
+in between loses nothing: what was never published was never served, so no token is of it, and a replay makes it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ from wingbeat.core.worker_protocol import (
     Exported,
     Failed,
     Manifest,
+    Published,
+    Shutdown,
     StepDone,
     TrainerReady,
     TrainStep,
@@ -87,14 +92,32 @@ class TrainerLink:
         """Have it take a step."""
         if batch.batch_id != self._given:
             self._given = batch.batch_id
-            self.send(TrainStep(batch=batch))
+            self.send(TrainStep(batch=batch, delta=self._is_pulled()))
+
+    def _is_pulled(self) -> bool:
+        """Whether engines of other hosts than the weights' own wait for what comes next."""
+        context, manifest = self._host.context, self._host.manifest
+        return (
+            context.encodes_deltas
+            and manifest is not None
+            and any(link.host_id != manifest.host_id for link in context.engines.links)
+        )
 
     def joined(self, send: Send, *, worker_id: str = "") -> None:
-        """A trainer is connected; a worker that returns takes its own earlier connection over."""
+        """A trainer is connected; a worker that returns takes its own earlier connection over.
+
+        Another process of its name that lives on (on a node that a cluster gave up, say) is told to end: two must not
+        both train.
+        """
         if self._send is not None:
+            self._send(Shutdown(reason="another process has taken this trainer's place"))
             self.left()
         self.worker_id = worker_id
         self._send = send
+
+    def is_from(self, send: Send) -> bool:
+        """Whether this is the connection that counts."""
+        return self._send is send
 
     def left(self, send: Send | None = None, *, expected: bool = False) -> None:
         """The trainer died; its successor is given the pending step.
@@ -180,39 +203,73 @@ class TrainerLink:
         else:
             host.versions.release_unknown(message.manifest)
             host.become(TrainerState.REPLAYING)
+            published = (host.version, self._last_known_step(batches))
             for batch in batches:
-                self.send(TrainStep(batch=batch, replay=True))
+                self.send(TrainStep(batch=batch, replay=True, publish=batch.step in published))
+
+    def _last_known_step(self, batches: Sequence[TrainingBatch]) -> int:
+        """Our own, or where its weights were never published the last one before it that a replay can be held to."""
+        host = self._host
+        if host.known_checksum:
+            return host.version
+        known = (b.step for b in batches if host.context.ledger.weights_checksum(host.name, b.step))
+        return max(known, default=host.version)
 
     def step_done(self, message: StepDone) -> None:
-        """A step was taken, or repeated.
+        """A step was taken, or repeated: only the pending one counts.  A trainer says its last one again."""
+        pending = self._host.loop.pending
+        if self._proposal is None and pending is not None and message.batch_id == pending.batch_id:
+            self._host.count_step(message)
 
-        What comes unasked (a trainer says its last step again, or ends one before it says where it stands) may be
-        of the weights that it will have served next.
+    def published(self, message: Published) -> None:
+        """The weights of a step are there.
+
+        What comes before the trainer says where it stands may be of a replay for another control, and is said again.
         """
-        host = self._host
+        host, manifest = self._host, message.manifest
         self.problem = ""
-        pending = host.loop.pending
-        if self._proposal is not None:
+        host.publish_metrics = _publish_metrics(message)
+        if self._proposal is not None or self._rollback is not None:
             return
-        if pending is not None and message.batch_id == pending.batch_id:
-            host.count_step(message)
-        elif host.state is TrainerState.REPLAYING and message.step == host.version:
-            self._stands_with_us(message.manifest)
-        elif host.state is TrainerState.REPLAYING and host.live_checksum != message.manifest.checksum:
-            host.versions.release_unknown(message.manifest)
+        match host.state:
+            case TrainerState.REPLAYING if message.step == host.version:
+                self._stands_with_us(manifest)
+            case TrainerState.REPLAYING:
+                self._passes(manifest)
+            case TrainerState.READY | TrainerState.TRAINING if self._counts(manifest):
+                host.published(manifest)
+            case _:
+                pass
+
+    def _counts(self, manifest: Manifest) -> bool:
+        """Whether it is of a step that counts, and not other weights than are known of it."""
+        host, step = self._host, manifest.version
+        known = host.known_checksum if step == host.version else ""
+        return (
+            step <= host.version and host.ancestry.contains(manifest.lineage, step) and known in ("", manifest.checksum)
+        )
 
     def _stands_with_us(self, manifest: Manifest) -> None:
         """The trainer is at our step: its weights must be the bytes that are served."""
         host = self._host
-        exact = host.live_checksum in ("", manifest.checksum)
+        exact = host.known_checksum in ("", manifest.checksum)
         if host.state is TrainerState.REPLAYING or not exact:
             self._emit("replayed", step=host.version, exact=exact)
         if exact:
-            host.adopt(manifest)
+            host.published(manifest)
             host.versions.sweep()
             host.become(TrainerState.READY)
         else:
             self._propose(f"its replay to step {host.version} gave other weights (inexact)")
+
+    def _passes(self, manifest: Manifest) -> None:
+        """A replay is at an earlier step, whose weights were served: they must be the same bytes, too."""
+        host, step = self._host, manifest.version
+        known = host.context.ledger.weights_checksum(host.name, step)
+        host.versions.release_unknown(manifest)
+        if known not in ("", manifest.checksum):
+            self._emit("replayed", step=step, exact=False)
+            self._propose(f"its replay of step {step} gave other weights (inexact)")
 
     # --- lineages -----------------------------------------------------------------------------
 
@@ -295,3 +352,13 @@ class TrainerLink:
 
     def _emit(self, event: str, **fields: object) -> None:
         self._host.context.events.emit(event, policy=self._host.name, **fields)
+
+
+def _publish_metrics(message: Published) -> dict[str, float]:
+    files = message.manifest.files
+    delta = files[-1].size_bytes if len(files) > 1 else 0
+    return {
+        "time/publish_s": message.seconds,
+        "weights/full_bytes": float(message.manifest.size_bytes),
+        "weights/delta_bytes": float(delta),
+    }

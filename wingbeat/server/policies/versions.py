@@ -28,6 +28,12 @@ class PolicyVersions:
         self._pinned: dict[int, Manifest] = {}
         self.live: Manifest | None = None
 
+    @property
+    def held(self) -> tuple[Manifest, ...]:
+        """All whose files may be asked for, newest first."""
+        found = {id(m): m for m in (*([self.live] if self.live else []), *self._held.values(), *self._pinned.values())}
+        return tuple(sorted(found.values(), key=age, reverse=True))
+
     def adopt(self, manifest: Manifest) -> None:
         """Serve these weights from now on, unless later ones are served."""
         if self.live is not None and age(self.live) > age(manifest):
@@ -63,10 +69,11 @@ class PolicyVersions:
         return found[-1] if found else None
 
     def release_unused(self) -> None:
-        """Delete files of versions that nobody can ask for any more."""
+        """Delete files of versions that nobody can ask for any more.
+
+        An engine that loads an older one for a long time keeps that one, and none of those that came since.
+        """
         live = self.live
-        if live is None or not self._engines.has_served(live):
-            return
         for key, manifest in tuple(self._held.items()):
             if manifest is not live and not self._engines.holds(manifest):
                 del self._held[key]

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from wingbeat.core.errors import AuthenticationError, PermissionDenied, WingbeatError
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
+    REFUSAL_HEADER,
     ControlMessage,
     Refused,
     Register,
@@ -24,7 +27,9 @@ from wingbeat.core.worker_protocol import (
     WorkerMessage,
     decode_from_worker,
     encode_frame,
+    encode_frames,
 )
+from wingbeat.server.keys.principals import MAY_WORK
 from wingbeat.server.keys.ring import KeyRing
 
 logger = logging.getLogger(__name__)
@@ -59,8 +64,10 @@ class WorkerHub:
 
     async def serve(self, socket: WebSocket) -> None:
         """The whole life of one connection."""
-        if not self._keys.is_worker(socket.headers):
-            await socket.close(AUTH_FAILED, "this endpoint needs the worker key")
+        try:
+            self._keys.require(socket.headers, MAY_WORK)
+        except (AuthenticationError, PermissionDenied) as error:
+            await _deny(socket, error.status, self._why(socket, error))
             return
         self._sockets.add(socket)
         has_ended = False
@@ -71,6 +78,11 @@ class WorkerHub:
             self._sockets.discard(socket)
             if not has_ended:  # a message that control cannot take: the worker has to know that nobody listens
                 await _close(socket, UNEXPECTED, "an unexpected error in control")
+
+    def _why(self, socket: WebSocket, error: WingbeatError) -> str:
+        if isinstance(error, PermissionDenied) and not self._keys.principal(socket.headers).name:
+            return "it is none that this server knows"  # an open server takes any caller for an admin
+        return error.message
 
     async def drop_unwelcome(self) -> None:
         """Close the links whose key was revoked or has expired."""
@@ -177,6 +189,13 @@ async def _frame(socket: WebSocket) -> bytes:
     return frame
 
 
+async def _deny(socket: WebSocket, status: int, why: str) -> None:
+    """Refuse a connection that has not been accepted, and say why."""
+    words = why.encode("ascii", "replace").decode()
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        await socket.send_denial_response(Response(status_code=status, headers={REFUSAL_HEADER: words}))
+
+
 async def _close(socket: WebSocket, code: int = 1000, reason: str = "") -> None:
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it is closing by itself
         await socket.close(code, reason)
@@ -203,6 +222,7 @@ class Outbox:
                 await self._filled.wait()
                 self._filled.clear()
                 batch, self._messages = self._messages, []
-                await socket.send_bytes(encode_frame(batch))
+                for frame in encode_frames(batch):
+                    await socket.send_bytes(frame)
                 if not self._messages:
                     self.empty.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wingbeat.core.events import EventLog
@@ -13,6 +13,9 @@ from wingbeat.core.worker_protocol import (
     Exported,
     Failed,
     Heartbeat,
+    Leave,
+    MovedOut,
+    Published,
     Register,
     StepDone,
     Tokens,
@@ -47,10 +50,28 @@ class EngineSession:
 
     def __init__(self, parts: SessionParts, register: Register, send: Callable[[ControlMessage], None]) -> None:
         self._parts = parts
-        self._link = EngineLink(register.worker_id, register.host_id, send)
+        self._link = EngineLink(
+            register.worker_id,
+            register.host_id,
+            send,
+            pid=register.pid,
+            policies=register.policies,
+            software=register.software,
+            relay_url=register.relay_url,
+            parallelism=register.parallelism,
+        )
         if register.bounded:
             self._link.capacity = parts.max_running
-        parts.events.emit("engine_joined", worker_id=register.worker_id, pid=register.pid)
+        parts.events.emit(
+            "engine_joined",
+            worker_id=register.worker_id,
+            pid=register.pid,
+            host_id=register.host_id,
+            software=register.software,
+        )
+        for earlier in parts.engines.links:
+            if earlier.worker_id == register.worker_id:  # its connection is broken, and we have not noticed
+                parts.engines.leave(earlier)
         parts.engines.join(self._link)
         parts.changed.notify()
 
@@ -59,59 +80,86 @@ class EngineSession:
             case Tokens(chunks=chunks):
                 self._parts.engines.receive(self._link, chunks)
             case WeightsServed():
-                self._link.failures.pop(message.policy, None)
+                self._link.receive_s = message.receive_s or self._link.receive_s
                 self._parts.engines.served(self._link, message)
+                if message.policy not in self._link.quarantined:
+                    self._link.failures.pop(message.policy, None)
                 for host in self._parts.policies.values():
                     host.release_unused()
                 self._parts.changed.notify()
             case Heartbeat(stats=stats):
                 self._link.stats = {name: stats[name] for name in self._parts.policies if name in stats}
+                self._parts.engines.beat(self._link)
+            case MovedOut():
+                self._parts.engines.moved_out(self._link, message)
+            case Leave(drain_s=drain_s):
+                self._parts.events.emit("engine_leaving", worker_id=self._link.worker_id, drain_s=drain_s)
+                self._parts.engines.stop_sending(self._link)
+                self._parts.changed.notify()
             case Failed(policy=policy, command=command, error=error):
-                self._parts.events.emit("engine_failed", policy=policy, command=command, error=error)
+                self._parts.events.emit(
+                    "engine_failed", worker_id=self._link.worker_id, policy=policy, command=command, error=error
+                )
                 self._link.failures[policy] = f"engine {self._link.worker_id}: {command} of {policy!r} failed: {error}"
+                if command == "update_weights":
+                    self._parts.engines.failed(self._link, policy)
+                elif command == "pin_version":
+                    self._parts.engines.pin_failed(self._link, policy)
                 self._parts.changed.notify()
             case _:
                 logger.error("engine %s sent %.200s, which engines do not send", self._link.worker_id, message)
 
     def closed(self) -> None:
-        if not self._parts.is_stopping():
-            self._parts.events.emit("engine_left", worker_id=self._link.worker_id)
+        if self._link in self._parts.engines.links and not self._parts.is_stopping():
+            self._parts.events.emit("engine_left", worker_id=self._link.worker_id, drained=self._link.leaving)
         self._parts.engines.leave(self._link)
         self._parts.changed.notify()
 
 
 class TrainerSession:
-    """A trainer's connection: everything goes to its policy."""
+    """A trainer's connection: what it says of a policy goes to that policy."""
 
     def __init__(
         self,
-        host: PolicyHost,
+        hosts: Sequence[PolicyHost],
         register: Register,
         send: Callable[[ControlMessage], None],
         *,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._host = host
+        self._hosts = {host.name: host for host in hosts}
         self._send = send
         self._is_stopping = is_stopping
-        host.trainer.joined(send, worker_id=register.worker_id)
+        for host in hosts:
+            host.trainer.joined(send, worker_id=register.worker_id)
 
     def receive(self, message: WorkerMessage) -> None:
+        if isinstance(message, Heartbeat):
+            return
+        host = self._hosts.get(getattr(message, "policy", ""))
+        if host is None:
+            names = ", ".join(self._hosts)
+            logger.error("the trainer of %s sent %.200s, which is of none of them", names, message)
+            return
+        if not host.trainer.is_from(self._send):
+            logger.warning("a former trainer of %s says %s: nobody heeds it", host.name, type(message).__name__)
+            return
         match message:
             case TrainerReady():
-                self._host.trainer.ready(message)
+                host.trainer.ready(message)
             case StepDone():
-                self._host.trainer.step_done(message)
+                host.trainer.step_done(message)
+            case Published():
+                host.trainer.published(message)
             case CheckpointSaved():
-                self._host.trainer.checkpoint_saved(message)
+                host.trainer.checkpoint_saved(message)
             case Exported():
-                self._host.trainer.exported(message)
+                host.trainer.exported(message)
             case Failed():
-                self._host.trainer.failed(message)
-            case Heartbeat():
-                return
+                host.trainer.failed(message)
             case _:
-                logger.error("the trainer of %s sent %.200s, which trainers do not send", self._host.name, message)
+                logger.error("the trainer of %s sent %.200s, which trainers do not send", host.name, message)
 
     def closed(self) -> None:
-        self._host.trainer.left(self._send, expected=self._is_stopping())
+        for host in self._hosts.values():
+            host.trainer.left(self._send, expected=self._is_stopping())
