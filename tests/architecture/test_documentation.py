@@ -17,6 +17,7 @@ from wingbeat.core.types import Cause
 from wingbeat.dataflow.records import DropReason
 from wingbeat.server.calls.routes import ROUTES
 from wingbeat.server.collect.routes import collect_routes
+from wingbeat.server.http.routes_deployment import deployment_routes
 from wingbeat.server.http.routes_episodes import episode_routes
 from wingbeat.server.http.routes_run import run_routes
 from wingbeat.server.http.routes_tasks import task_routes
@@ -24,6 +25,8 @@ from wingbeat.server.keys.routes import key_routes
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.teams.routes import team_routes
 from wingbeat.server.variants.routes import variant_routes
+from wingbeat.server.weights.routes import weight_routes
+from wingbeat.server.workers.routes import worker_routes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -100,7 +103,17 @@ def test_every_route_is_in_the_reference() -> None:
     page = _text(DOCS / "reference" / "http-api.md")
     lines = [f"`{route.method} {route.path}`" for route in ROUTES]
     unused: Any = None  # the routes are only listed here, never called
-    makers = (episode_routes, task_routes, run_routes, team_routes, variant_routes, collect_routes)
+    makers = (
+        deployment_routes,
+        episode_routes,
+        task_routes,
+        run_routes,
+        team_routes,
+        variant_routes,
+        collect_routes,
+        worker_routes,
+        weight_routes,
+    )
     bound = [make(unused, unused) for make in makers]
     for router in (*bound, key_routes(unused)):
         for route in router.routes:

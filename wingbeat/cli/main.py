@@ -14,7 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 from wingbeat import __version__
+from wingbeat.cli.deploy import deploy, scale
 from wingbeat.cli.doctor import doctor, require_server
+from wingbeat.cli.engine import engine
 from wingbeat.cli.evaluate import evaluate
 from wingbeat.cli.init import init
 from wingbeat.cli.keys import keys
@@ -65,7 +67,10 @@ app.command(context_settings=_OVERRIDABLE)(serve)
 app.command(context_settings=_OVERRIDABLE)(train)
 app.add_typer(keys)
 app.add_typer(ledger_commands)
+app.add_typer(deploy)
+app.command()(scale)
 app.command()(init)
+app.command()(engine)
 app.command()(rollout)
 app.command(name="eval")(evaluate)
 app.command()(doctor)

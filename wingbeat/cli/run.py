@@ -22,7 +22,7 @@ from wingbeat.deploy.checks import check_agents, check_chains, check_exposure, c
 from wingbeat.deploy.run_keys import without_plain_keys
 
 if TYPE_CHECKING:
-    from wingbeat.deploy.local import Supervisor
+    from wingbeat.deploy.local import MakePlace, Supervisor
     from wingbeat.deploy.training import TrainingResult
 
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -46,19 +46,25 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolve
 def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_run: DryRunOption = False) -> None:
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
     config, config_dir = read_config(arguments or [], resume)
-    _check(config, config_dir, resume)
+    check(config, config_dir, resume)
     if dry_run:
-        _show_config(config)
+        show_config(config)
         return
+    run_serve(config, config_dir, resume)
+
+
+def run_serve(config: Config, config_dir: Path, resume: Path | None, place: MakePlace | None = None) -> None:
+    """Serve a checked configuration until Ctrl-C; ``place`` says where its processes run, None: on this machine."""
     require_server()
-    from wingbeat.deploy.local import run_server
+    from wingbeat.deploy.local import run_server, this_machine
 
     console = Console(stderr=True)
 
     def note(text: str) -> None:
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    run_dir = run_server(config, config_dir, resume=resume, on_ready=_announce, on_note=note)
+    place = place or this_machine
+    run_dir = run_server(config, config_dir, resume=resume, on_ready=_announce, on_note=note, place=place)
     typer.echo(f"stopped; continue with {program()} serve --resume {run_dir}", err=True)
 
 
@@ -71,13 +77,21 @@ def train(
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
     config, config_dir = read_config(arguments or [], resume)
     check_trains(config)
-    _check(config, config_dir, resume)
+    check(config, config_dir, resume)
     check_agents(config, config_dir)
     if dry_run:
-        _show_config(config)
+        show_config(config)
         return
+    run_train(config, config_dir, resume, json_output=json_output)
+
+
+def run_train(
+    config: Config, config_dir: Path, resume: Path | None, *, json_output: bool, place: MakePlace | None = None
+) -> None:
+    """Train a checked configuration to its end; ``place`` as of :func:`run_serve`."""
     require_server()
     from wingbeat.cli.progress import RunProgress
+    from wingbeat.deploy.local import this_machine
     from wingbeat.deploy.training import TrainingPlan, run_plan
 
     with RunProgress(PlainConsole(stderr=True), title=f"training {config.run.name}") as progress:
@@ -86,7 +100,13 @@ def train(
             progress.begin(config.run.steps, log=supervisor.run_dir / "logs" / "control.log")
 
         plan = TrainingPlan(
-            config, config_dir, resume=resume, on_ready=begin, on_event=progress.on_event, on_note=progress.tell
+            config,
+            config_dir,
+            resume=resume,
+            on_ready=begin,
+            on_event=progress.on_event,
+            on_note=progress.tell,
+            place=place or this_machine,
         )
         result = run_plan(plan)
     if json_output:
@@ -98,12 +118,12 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _show_config(config: Config) -> None:
+def show_config(config: Config) -> None:
     """What is printed may end up in a log."""
     typer.echo(dump_toml(without_plain_keys(config)), nl=False)
 
 
-def _check(config: Config, config_dir: Path, resume: Path | None) -> None:
+def check(config: Config, config_dir: Path, resume: Path | None) -> None:
     """What is refused in a dry run, too."""
     check_exposure(config, config_dir, resume=resume)
     check_chains(config, config_dir)

@@ -32,6 +32,7 @@ from wingbeat.core.protocol import (
     BeginReply,
     BeginRequest,
     DecisionRequest,
+    DrainRequest,
     EvaluationReply,
     EvaluationRequest,
     GroupModel,
@@ -49,6 +50,7 @@ from wingbeat.core.protocol import (
     TransactionReply,
     source_fault,
 )
+from wingbeat.core.protocol_deployment import DeploymentReply, DeploymentRequest
 from wingbeat.core.protocol_variants import ReleaseReply, ReleaseRequest, VariantsReply, VariantsRequest
 from wingbeat.core.types import Group, Split, Task
 
@@ -310,6 +312,20 @@ class AsyncSwarm:
     async def transaction(self, transaction_id: str) -> TransactionReply:
         """Where a transaction stands on this server."""
         return await self._transport.send(Call("GET", f"/api/transactions/{transaction_id}"), TransactionReply)
+
+    async def deployment(self) -> DeploymentReply:
+        """How many engines the server's supervisor is to run, and which are connected."""
+        return await self._transport.send(Call("GET", "/api/deployment"), DeploymentReply)
+
+    async def scale(self, *, engines: int) -> DeploymentReply:
+        """Have so many engines from now on: more are started, those that are too many drain and end."""
+        call = Call("PUT", "/api/deployment", body=checked(DeploymentRequest, engines=engines))
+        return await self._transport.send(call, DeploymentReply)
+
+    async def drain(self, engine: str, *, drain_s: float) -> None:
+        """Have an engine leave: it takes no more work, ends what it can within ``drain_s``, and hands the rest over."""
+        body = checked(DrainRequest, drain_s=drain_s)
+        await self._transport.send_unread(Call("POST", f"/api/engines/{quote(engine, safe='')}/drain", body=body))
 
     async def stop(self) -> None:
         """Ask the server to end the run."""

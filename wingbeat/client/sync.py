@@ -36,6 +36,7 @@ from wingbeat.core.protocol import (
     StatusReply,
     TaskSourceReply,
 )
+from wingbeat.core.protocol_deployment import DeploymentReply
 from wingbeat.core.protocol_variants import VariantsReply
 from wingbeat.core.types import Cause, Group, Outcome, Split, Task
 
@@ -220,6 +221,18 @@ class Swarm:
     def variants(self) -> VariantsReply:
         """As :meth:`AsyncSwarm.variants`."""
         return self._port.call(self._swarm.variants())
+
+    def deployment(self) -> DeploymentReply:
+        """As :meth:`AsyncSwarm.deployment`."""
+        return self._port.call(self._swarm.deployment())
+
+    def scale(self, *, engines: int) -> DeploymentReply:
+        """As :meth:`AsyncSwarm.scale`."""
+        return self._port.call(self._swarm.scale(engines=engines))
+
+    def drain(self, engine: str, *, drain_s: float) -> None:
+        """As :meth:`AsyncSwarm.drain`."""
+        return self._port.call(self._swarm.drain(engine, drain_s=drain_s))
 
     def set_weights(self, weights: Mapping[str, float]) -> VariantsReply:
         """As :meth:`AsyncSwarm.set_weights`."""

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +24,14 @@ from typing import Any, BinaryIO, Self
 
 from wingbeat.client import AsyncSwarm
 from wingbeat.core.config import Config, PolicyConfig, dump_toml
+from wingbeat.core.config.server import is_loopback
+from wingbeat.core.deployment import Requests
 from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
-from wingbeat.deploy.children import Child, ChildSpec, ChildState, run_to_end, tail
+from wingbeat.deploy.children import run_to_end, tail
 from wingbeat.deploy.paths import absolute_paths
+from wingbeat.deploy.processes import CONTROL, Place, Processes, ThisMachine
 from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
@@ -39,9 +42,18 @@ logger = logging.getLogger(__name__)
 START_S = 120.0
 ACCEPT_POLL_S = 0.2
 """Between looks whether the trainers have taken a continued run's settings."""
+SCALE_POLL_S = 0.5
+"""Between looks whether another number of engines is wanted."""
 CONTROL_MODULE = "wingbeat.server"
 OnNote = Callable[[str], None]
 """Takes what takes its time, in words."""
+MakePlace = Callable[[Config], Place]
+"""Where the processes of a configuration run."""
+
+
+def this_machine(config: Config) -> Place:
+    """Its processes are children of this one."""
+    return ThisMachine()
 
 
 def make_run_dir(config: Config, *, now: Callable[[], datetime] = datetime.now) -> Path:
@@ -72,9 +84,11 @@ class Supervisor:
         sources: Sequence[str] = (),
         on_note: OnNote = lambda text: None,
         control_module: str = CONTROL_MODULE,
+        place: Place | None = None,
     ) -> None:
         """``config_dir`` is what relative paths in the configuration are relative to, ``sources`` what the caller
-        will bring, ``control_module`` the program of control (another one may give it other clocks)."""
+        will bring, ``control_module`` the program of control (another one may give it other clocks), ``place`` where
+        the processes run (None: this machine)."""
         check_exposure(config, config_dir, resume=run_dir)
         self.config = config
         self.run_dir = run_dir
@@ -82,18 +96,21 @@ class Supervisor:
         """As other machines call it."""
         self.local_url = ""
         """As this machine does: without TLS, on loopback, where there is TLS outside."""
-        self.children: dict[str, Child] = {}
         self._config_dir = config_dir
         self._sources = list(sources)
         self._on_note = on_note
         self._control_module = control_module
         self._is_new = not any(run_dir.iterdir())
         self._keys = RunKeys.new()
+        self._place = ThisMachine() if place is None else place
+        self._requests = Requests(run_dir, configured=config.engine.count)
+        self._processes = Processes(
+            config, run_dir=run_dir, keys=self._keys, place=self._place, drain=self._drain_engine
+        )
         self._group: asyncio.TaskGroup | None = None
         self._acceptance: asyncio.Task[None] | None = None
+        self._scaling: asyncio.Task[None] | None = None
         self._lock: BinaryIO | None = None
-        self._failed = asyncio.Event()
-        self._ended = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._lock = lock_run(self.run_dir)  # before anything of the run is touched
@@ -106,14 +123,18 @@ class Supervisor:
         try:
             check_port(self.config.server.host, self.config.server.port)
             models = await self.prepare_models()
+            asked = self._requests.new()
             self._on_note("starting the server")
             await self._start_control(models)
-            self._start_workers()
+            away = self._place.is_remote and not is_loopback(self.config.server.host)
+            engines = self.config.engine.count if asked is None else asked.engines
+            self._processes.start_workers(self._group, self.url if away else self.local_url, engines=engines)
+            self._scaling = self._group.create_task(self._scale(), name="scale")
             if not self._is_new:
                 self._acceptance = self._group.create_task(self._accept(), name="accept")
         except BaseException:
             await self._stop()
-            if self._is_new and "control" not in self.children:  # there is no run yet, only what we wrote
+            if self._is_new and CONTROL not in self._processes.all:  # there is no run yet, only what we wrote
                 shutil.rmtree(self.run_dir)
             raise
         return self
@@ -124,16 +145,14 @@ class Supervisor:
         await self._stop()
 
     async def _stop(self) -> None:
-        """Control first, so that it tells the workers and the ledger closes in peace."""
-        if self._acceptance is not None:
-            self._acceptance.cancel()
-        control = self.children.get("control")
-        if control is not None:
-            await control.stop()
-        await asyncio.gather(*(child.stop() for child in self.children.values()))
+        for task in (self._acceptance, self._scaling):
+            if task is not None:
+                task.cancel()
+        await self._processes.stop()
         if self._group is not None:
             await self._group.__aexit__(None, None, None)
             self._group = None
+        await self._place.close()
         for folder in run_weights_candidates(self.run_dir):
             shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
@@ -170,16 +189,38 @@ class Supervisor:
 
     async def wait_failed(self) -> SetupError:
         """Returns once a child could not be kept running."""
-        await self._failed.wait()
+        await self._processes.failed.wait()
         return self.failure()
 
     async def wait_ended(self) -> None:
         """Returns once control ended by itself (a client asked it to stop)."""
-        await self._ended.wait()
+        await self._processes.ended.wait()
 
     def failure(self) -> SetupError:
-        errors = [child.error for child in self.children.values() if child.state is ChildState.FAILED]
-        return SetupError(errors[0] if errors else "a process of the server failed")
+        """Why :meth:`wait_failed` returned."""
+        return self._processes.failure()
+
+    async def _scale(self) -> None:
+        """Have as many engines as `wingbeat scale` asks for, whenever it does."""
+        assert self._group is not None
+        while True:
+            await asyncio.sleep(SCALE_POLL_S)
+            try:
+                wanted = self._requests.new()
+            except SetupError as error:  # a running server goes on as it is
+                logger.warning("%s", error)
+                continue
+            if wanted is not None:
+                self._processes.scale_engines(self._group, wanted.engines)
+
+    async def _drain_engine(self, name: str, drain_s: float) -> bool:
+        try:
+            async with self.swarm() as swarm:
+                await swarm.drain(name, drain_s=drain_s)
+        except WingbeatError as error:
+            logger.info("%s is not drained: %s", name, error)
+            return False
+        return True
 
     # --- models -------------------------------------------------------------------------------
 
@@ -241,7 +282,8 @@ class Supervisor:
         address.unlink(missing_ok=True)
         path = self.run_dir / "launch.json"
         write_atomically(path, json.dumps(launch).encode(), mode=OWNER_ONLY)
-        self._spawn("control", [sys.executable, "-m", self._control_module, str(path)], keys=self._keys.of_control)
+        assert self._group is not None
+        self._processes.start_control(self._group, self._control_module, path)
         await self._until_up(address)
         where = json.loads(address.read_text())
         self.url, self.local_url = str(where["url"]), str(where["local_url"])
@@ -254,50 +296,12 @@ class Supervisor:
         """Wait for control to have written its address, or to have failed."""
         deadline = time.monotonic() + START_S
         while not os.path.exists(address):  # noqa: ASYNC240 - a stat takes microseconds
-            if self._failed.is_set():
+            if self._processes.failed.is_set():
                 raise self.failure()
             if time.monotonic() > deadline:
                 log = self.run_dir / "logs" / "control.log"
                 raise SetupError(f"control did not start within {START_S:.0f} s: {tail(log)}")
             await asyncio.sleep(0.02)
-
-    def _start_workers(self) -> None:
-        trainable = [name for name, policy in self.config.policies.items() if policy.trainable]
-        busy = self.config.engine.count + len(trainable)
-        share = max(1, usable_cores() // max(1, busy))
-        for index in range(self.config.engine.count):
-            self._spawn_worker("engine", f"engine-{index}", self.config.engine.threads or share)
-        for name in trainable:
-            threads = self.config.policies[name].trainer.threads or share
-            self._spawn_worker("trainer", f"trainer-{name}", threads, "--policies", name)
-
-    def _spawn_worker(self, role: str, name: str, threads: int, *more: str) -> None:
-        command = [sys.executable, "-m", f"wingbeat.workers.{role}", "--url", self.local_url, "--worker-id", name]
-        command += ["--threads", str(threads), *more]
-        self._spawn(name, command, keys=self._keys.of_worker, threads=threads)
-
-    def _spawn(self, name: str, command: list[str], *, keys: Mapping[str, str], threads: int = 1) -> None:
-        assert self._group is not None
-        environment = {
-            **keys,
-            "OMP_NUM_THREADS": str(threads),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        spec = ChildSpec(name, command, environment, self.run_dir / "logs" / f"{name}.log")
-        child = self.children[name] = Child(spec, on_change=self._on_change)
-        self._group.create_task(child.run(), name=name)
-
-    def _on_change(self, child: Child) -> None:
-        """Keep ``processes.json`` true, and notice failures and ends."""
-        if child.state is ChildState.FAILED:
-            self._failed.set()
-        if child.state is ChildState.STOPPED and child.spec.name == "control":
-            self._ended.set()
-        pids = {name: c.pid for name, c in self.children.items() if c.pid is not None}
-        try:
-            write_atomically(self.run_dir / "processes.json", json.dumps(pids).encode())
-        except UnavailableError as error:  # a full disk; nobody needs this file to go on
-            logger.warning("%s", error)
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
@@ -312,11 +316,6 @@ def lock_run(run_dir: Path) -> BinaryIO:
         file.close()
         raise SetupError(f"{run_dir} is running already; stop that first (Ctrl-C), or start a new run") from None
     return file
-
-
-def usable_cores() -> int:
-    """Those this process may run on: containers and batch systems give fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_context(name: str, policy: PolicyConfig, folder: Path) -> None:
@@ -338,12 +337,13 @@ def run_server(
     on_ready: Callable[[Supervisor], None],
     on_note: OnNote = lambda text: None,
     control_module: str = CONTROL_MODULE,
+    place: MakePlace = this_machine,
 ) -> Path:
     """Serve until SIGINT, SIGTERM or a client's stop, and return the run directory.
 
     Raises SetupError if a process cannot be kept up.
     """
-    return asyncio.run(_serve(config, config_dir, resume, on_ready, on_note, control_module))
+    return asyncio.run(_serve(config, config_dir, resume, on_ready, on_note, control_module, place))
 
 
 async def _serve(
@@ -353,6 +353,7 @@ async def _serve(
     on_ready: Callable[[Supervisor], None],
     on_note: OnNote,
     control_module: str,
+    place: MakePlace,
 ) -> Path:
     stop = stop_event()
     check_exposure(config, config_dir, resume=resume)
@@ -367,6 +368,7 @@ async def _serve(
         sources=sources,
         on_note=on_note,
         control_module=control_module,
+        place=place(config),
     )
     async with start as supervisor:
         async with supervisor.swarm() as swarm:

@@ -21,7 +21,15 @@ from wingbeat.dataflow.evaluation import EvaluationResult, PairedDifference, pai
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.deploy.checks import check_agents, check_exposure, check_trains
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
-from wingbeat.deploy.local import OnNote, Supervisor, absolute_paths, make_run_dir, stop_event
+from wingbeat.deploy.local import (
+    MakePlace,
+    OnNote,
+    Supervisor,
+    absolute_paths,
+    make_run_dir,
+    stop_event,
+    this_machine,
+)
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -92,6 +100,7 @@ class TrainingPlan:
     on_ready: Callable[[Supervisor], None] = lambda supervisor: None
     on_event: OnEvent = lambda record: None
     on_note: OnNote = lambda text: None
+    place: MakePlace = this_machine
 
 
 def run_plan(plan: TrainingPlan) -> TrainingResult:
@@ -115,6 +124,7 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
         config_dir=plan.config_dir,
         sources=training_sources(tasks),
         on_note=plan.on_note,
+        place=plan.place(plan.config),
     )
     async with start as supervisor:
         plan.on_ready(supervisor)

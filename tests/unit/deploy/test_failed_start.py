@@ -13,6 +13,7 @@ import pytest
 from wingbeat.core.config import Config
 from wingbeat.core.errors import PortInUse, SetupError, UnavailableError
 from wingbeat.deploy.local import Supervisor, run_server
+from wingbeat.deploy.processes import Processes
 
 
 def config_of(tmp_path: Path, *, port: int = 0, model: str = "builtin:calculator", host: str = "127.0.0.1") -> Config:
@@ -104,7 +105,7 @@ async def test_settings_are_kept_once_every_trainer_took_them(tmp_path: Path, mo
     monkeypatch.setattr("wingbeat.deploy.local.ACCEPT_POLL_S", 0.0)
     monkeypatch.setattr(Supervisor, "prepare_models", lambda _: asyncio.sleep(0, {}))
     monkeypatch.setattr(Supervisor, "_start_control", start_control)
-    monkeypatch.setattr(Supervisor, "_start_workers", lambda _: None)
+    monkeypatch.setattr(Processes, "start_workers", lambda *_, **__: None)
     async with Supervisor(config_of(tmp_path), run_dir=run_dir, config_dir=tmp_path):
         async with asyncio.timeout(5):
             while (run_dir / "config.toml").read_text() == "old":  # noqa: ASYNC110 - a file has no event
