@@ -32,6 +32,7 @@ from wingbeat.trainer.single import PolicyTrainer
 POLICY = "solver"
 CONTEXT_TOKENS = 128
 SAMPLING = SamplingParams(max_tokens=DEMO_PRESET.max_turn_tokens)
+OPTIONS = EngineOptions(max_running=512, kv_tokens=65536)
 
 
 class Played:
@@ -95,12 +96,12 @@ class Played:
 class Player:
     """Plays episodes with an engine, all at once."""
 
-    def __init__(self, folder: Path, model: Any, *, seed: int) -> None:
+    def __init__(self, folder: Path, model: Any, *, seed: int, options: EngineOptions = OPTIONS) -> None:
         """``model`` stays the caller's: the engine gets a copy."""
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._engine = EmbeddedEngine(
             copy.deepcopy(model),
-            config=EngineOptions(max_running=512, kv_tokens=65536),
+            config=options,
             stop_token_ids=(int(self.tokenizer.eos_token_id),),
             device="cpu",
             seed=seed,

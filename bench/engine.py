@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -85,17 +85,21 @@ def jobs(*, quick: bool, repeats: int) -> list[Job]:
 class Worker:
     """A process that serves jobs with one system at one thread count; ready once constructed."""
 
-    def __init__(self, system: str, *, threads: int) -> None:
+    def __init__(
+        self, system: str, *, threads: int, command: Sequence[str] = (), environment: Mapping[str, str] = {}
+    ) -> None:
+        """``command`` runs a system that is none of ours; ``environment`` is added to this one's."""
         self.system = system
         self.threads = threads
         self.name = f"{system} x{threads}"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+        fixed = {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+        ours = [sys.executable, "-m", "bench.engine", "--worker", system, "--threads", str(threads)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.engine", "--worker", system, "--threads", str(threads)],
+            command or ours,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, **fixed, **environment},
         )
         self._read()
 
@@ -244,11 +248,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: less of everything, not up to 64")
     parser.add_argument("--repeats", type=int, default=2, help="passes over all measurements; the best counts")
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM instead, of the environment .venv-vllm")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.worker, threads=arguments.threads)
+        return
+    if arguments.vllm:
+        from bench.engine_versus_vllm import versus_vllm
+
+        sys.stdout.write(json.dumps(versus_vllm(quick=arguments.quick, repeats=arguments.repeats)) + "\n")
         return
     started = time.perf_counter()
     repeats = 1 if arguments.quick else arguments.repeats

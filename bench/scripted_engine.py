@@ -47,6 +47,7 @@ from wingbeat.core.worker_protocol import (
     Manifest,
     PinVersion,
     PolicySpec,
+    Published,
     Refused,
     Register,
     Role,
@@ -144,7 +145,7 @@ class ScriptedEngine:
         self._steps: dict[str, int] = {}
         self._lineages: dict[str, tuple[int, int]] = {}
         """Per policy that it trains: the lineage of its weights, and the one on which that is based."""
-        self._last_done: dict[str, StepDone] = {}
+        self._last_done: dict[str, tuple[StepDone, Published]] = {}
         """Said again after a reconnection, as a trainer says it: control may not have lived to hear it."""
         self._released: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -263,9 +264,10 @@ class ScriptedEngine:
                 self._lineages[batch.policy] = (batch.lineage, batch.lineage)
                 manifest = self._manifest(link.specs[batch.policy])
                 metrics = self.step_metrics(batch)
-                done = StepDone(batch.policy, batch.batch_id, batch.step, manifest, metrics, {}, 0.0, 0.0)
-                self._last_done[batch.policy] = done
-                link.send(done)
+                done = StepDone(batch.policy, batch.batch_id, batch.step, metrics, {}, 0.0, 0.0)
+                self._last_done[batch.policy] = (done, Published(batch.policy, batch.step, manifest))
+                for said in self._last_done[batch.policy]:
+                    link.send(said)
             case BeginLineage(policy=policy, lineage=lineage):
                 self._lineages[policy] = (lineage, self._lineages.get(policy, (0, 0))[0])
                 self._last_done.pop(policy, None)
@@ -285,8 +287,8 @@ class ScriptedEngine:
                 self._vocabularies[spec.name] = Vocabulary(spec)
             if link.register.role == "trainer":
                 link.send(self._ready(spec))
-                if spec.name in self._last_done:
-                    link.send(self._last_done[spec.name])
+                for said in self._last_done.get(spec.name, ()):
+                    link.send(said)
 
     def _ready(self, spec: PolicySpec) -> TrainerReady:
         base_lineage = self._lineages.get(spec.name, (0, 0))[1]

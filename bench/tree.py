@@ -38,7 +38,7 @@ MEMBERS = 8
 PROMPT_PER_REPLY = 8
 REPLY_TOKENS, QUICK_REPLY_TOKENS = 128, 48
 SPEEDUP_BAR, NO_SHARING_BAR = 2.5, 0.97
-PACKED: Settings = {"prefix_tree": "off"}
+PACKED: Settings = {"prefix_tree": "off", "sequence_packing": "off"}
 """All rows in one forward."""
 SHARING: dict[str, Settings] = {
     "tree": TREE,

@@ -132,11 +132,11 @@ def serving(folder: Path, config: str, *, command: str = "serve", more: tuple[st
     """Start ``wingbeat COMMAND`` on a configuration; on leaving, end it and everything it started."""
     path = folder / "config.toml"
     path.write_text(config, encoding="utf-8")
-    log = folder / f"{command}-{uuid.uuid4().hex[:6]}.log"
+    log = folder / f"{command.replace(' ', '-')}-{uuid.uuid4().hex[:6]}.log"
     known = set(folder.glob("runs/*/server.json"))
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "wingbeat.cli", command, str(path), *more],
+            [sys.executable, "-m", "wingbeat.cli", *command.split(), str(path), *more],
             env=environment(),
             stdout=out,
             stderr=out,

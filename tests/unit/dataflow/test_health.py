@@ -17,6 +17,7 @@ FINE = {
     "excluded_tokens": 0.0,
     "batch/tokens_per_episode": 40.0,
     "staleness/max": 1.0,
+    "perf/oom_retries": 0.0,
 }
 
 
@@ -35,6 +36,8 @@ def began(watch: HealthMonitor, metrics: dict[str, float], *, steps: int = 1) ->
         ("mismatch", {"mismatch_kl/on_policy": float("nan")}, 2),
         ("ratio", {"ratio/max": 101.0}, 3),
         ("gradient", {"grad_norm": 0.0}, 5),
+        ("gradient", {"skipped_steps": 1.0}, 1),
+        ("memory", {"perf/oom_retries": 2.0, "perf/micro_batch_tokens": 4096.0}, 1),
         ("tokens", {"excluded_tokens": 60.0}, 1),
         ("tokens", {"trained_tokens": 0.0}, 1),
         ("staleness", {"staleness/max": 2.0}, 1),
