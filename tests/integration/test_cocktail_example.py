@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,7 +62,7 @@ def test_the_example_trains_a_mix_of_three_clients_tasks(models: Path, tmp_path:
             try:
                 with urllib.request.urlopen(f"{url}/api/mixing", timeout=5) as reply:
                     mixing.update({name: place["share"] for name, place in json.load(reply)["sources"].items()})
-            except urllib.error.URLError:  # it has ended
+            except (OSError, http.client.HTTPException):  # it has ended, or is about to
                 pass
             return train.poll() is not None
 
