@@ -23,6 +23,7 @@ from bench.scripted_server import OPENER, ScriptedServer, scripted_server
 from bench.scripts import Reply
 from wingbeat.client import AsyncSwarm, Runner, RunnerOptions, RunnerStats
 from wingbeat.client.episode import Episode
+from wingbeat.core.protocol import CLIENT_HEADER
 
 EPISODES = 24
 SHARE = 0.7
@@ -59,7 +60,8 @@ def serving(folder: Path, **settings: Any) -> Iterator[ScriptedServer]:
 
 
 def _request(server: ScriptedServer, path: str, body: bytes | None = None, *, method: str = "GET") -> Any:
-    return urllib.request.Request(f"{server.url}{path}", body, method=method)
+    headers = {CLIENT_HEADER: "observer"}  # not that of the client that floods the server, whose requests are refused
+    return urllib.request.Request(f"{server.url}{path}", body, headers, method=method)
 
 
 def get(server: ScriptedServer, path: str) -> str:
