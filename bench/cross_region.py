@@ -247,7 +247,7 @@ async def measure(server: ScriptedServer, plan: Plan, *, seed: int) -> dict[str,
         work = [asyncio.create_task(clients.run(number)) for number in range(NUM_GROUPS)]
         stack.callback(lambda: [task.cancel() for task in work])
         windows: dict[bool, list[Window]] = {False: [], True: []}
-        pulled = 0
+        pulled = slow_tokens = 0
         for _ in range(plan.rounds):
             await asyncio.sleep(plan.settle_s)
             windows[False].append(await here.window(plan.window_s, None))
@@ -258,13 +258,14 @@ async def measure(server: ScriptedServer, plan: Plan, *, seed: int) -> dict[str,
                 windows[True].append(await here.window(plan.window_s, slow))
                 await slow.drain()
             pulled += slow.num_pulled
+            slow_tokens += slow.num_tokens
             await here.until(lambda status: len(status["engines"]) == 2, "the slow engine to have left")
         for task in work:
             if task.done() and task.exception() is not None:
                 raise RuntimeError("a client failed") from task.exception()
         status = await here.status()
         line = {"resets": proxy.num_resets, "stalls": proxy.num_stalls, "bytes": proxy.num_bytes, "versions": pulled}
-        return report(windows, clients, status, line)
+        return report(windows, clients, status, line, slow_tokens=slow_tokens)
 
 
 def staleness_of(batch: TrainingBatch) -> dict[str, float]:
@@ -278,7 +279,12 @@ def _num_serving(status: dict[str, Any]) -> int:
 
 
 def report(
-    windows: dict[bool, list[Window]], clients: Clients, status: dict[str, Any], line: dict[str, int]
+    windows: dict[bool, list[Window]],
+    clients: Clients,
+    status: dict[str, Any],
+    line: dict[str, int],
+    *,
+    slow_tokens: int,
 ) -> dict[str, Any]:
     def rate(kind: bool, count: Callable[[Window], int]) -> float:
         return sum(map(count, windows[kind])) / sum(window.seconds for window in windows[kind])
@@ -291,14 +297,14 @@ def report(
 
     lags = [lag for window in windows[True] for lag in window.lags]
     ratio = rate(True, fast) / rate(False, fast)
-    slow_tokens = sum(window.slow_tokens for window in windows[True])
+    in_windows = sum(window.slow_tokens for window in windows[True])
     return {
         "throughput_ratio": round(ratio, 4),
         "slow_engine_tokens": slow_tokens,
         "lag": {"max": max(lags, default=0), "mean": round(statistics.fmean(lags), 2) if lags else 0.0},
         "fast_tokens_s": {"without": round(rate(False, fast), 1), "with": round(rate(True, fast), 1)},
         "steps_s": {"without": round(rate(False, steps), 3), "with": round(rate(True, steps), 3)},
-        "slow_share": round(slow_tokens / (slow_tokens + sum(map(fast, windows[True]))), 4),
+        "slow_share": round(in_windows / (in_windows + sum(map(fast, windows[True]))), 4),
         "episodes": clients.num_episodes,
         "refused_begins": clients.num_refused,
         "endings": status["endings"],

@@ -49,6 +49,6 @@ async def test_a_line_has_its_delay_its_rate_and_its_losses() -> None:
 @pytest.mark.slow
 def test_a_distant_engine_samples_and_no_episode_is_lost(tmp_path: Path) -> None:
     found = run(Plan(rounds=1, settle_s=0.3, window_s=2.0, fast_s=0.3), seed=1, folder=tmp_path)
-    assert found["slow_engine_tokens"] > 0 and found["lag"]["max"] > 0
+    assert found["slow_engine_tokens"] > 0
     assert found["bars"]["no_episode_lost"] and found["bars"]["staleness"] and found["line"]["versions"] > 0
     assert found["throughput_ratio"] > 0.5  # a window of seconds judges no more
