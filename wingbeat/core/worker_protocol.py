@@ -45,6 +45,8 @@ REFUSAL_HEADER = "x-wingbeat-refusal"
 """Of the answer to a connection whose key is refused: why, in words (a WebSocket's client sees no body)."""
 
 Role = Literal["engine", "trainer"]
+Place = tuple[int, int]
+"""(lineage, version): orders a policy's versions by when they came to be; any of a later lineage is newer."""
 
 MAX_KV_PER_FRAME = 64 * 2**20
 """Bytes, unless one message alone has more (``engine.move_kv_bytes``)."""
@@ -103,6 +105,10 @@ class Manifest(msgspec.Struct, frozen=True):
     adapter: AdapterInfo | None = None
     files: tuple[WeightFile, ...] = ()
     """The full set, then deltas: the last one leads here, each other one to the base of the one behind it."""
+
+    @property
+    def place(self) -> Place:
+        return self.lineage, self.version
 
 
 class PolicySpec(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
             raise ValueError(f"tensor {name!r}: expected one of {known}, got {tensor.dtype}; convert it first")
         infos.append(TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape)))
     return tuple(infos)
+
+
+def differing(ours: Iterable[TensorInfo], theirs: Iterable[TensorInfo]) -> list[str]:
+    """Names of the tensors that only one side has, or has with this dtype and shape, in order."""
+    return sorted({info.name for info in set(ours) ^ set(theirs)})
 
 
 def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:

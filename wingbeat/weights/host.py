@@ -75,15 +75,20 @@ def received_dir(run_dir: Path | str, host_id: str, *, min_free_bytes: int = 0) 
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder in that of a run, both for their owner alone.
+    """:func:`make_own` of a folder in that of a run, and of that one."""
+    make_own(folder.parent)
+    make_own(folder)
 
-    Raises SetupError where one belongs to another user, who could put other weights in the place of ours.
+
+def make_own(folder: Path) -> None:
+    """Make a folder for its owner alone.
+
+    Raises SetupError where it belongs to another user, who could put other weights in the place of ours.
     """
-    for made in (folder.parent, folder):
-        made.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = made.stat().st_uid
-        if owner != os.getuid():
-            raise SetupError(
-                f"cannot keep weights in {folder}: {made} belongs to user {owner}, this is user {os.getuid()}; remove"
-                " it, or use another run directory"
-            )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat().st_uid
+    if owner != os.getuid():
+        raise SetupError(
+            f"cannot keep weights there: {folder} belongs to user {owner}, this is user {os.getuid()}; remove it, or"
+            " use another run directory"
+        )

@@ -30,13 +30,13 @@ from wingbeat.core.files import sha256_of
 from wingbeat.core.worker_protocol import AdapterInfo, Manifest, WeightFile
 from wingbeat.weights.checksum import describe, tensors_checksum
 from wingbeat.weights.codecs import encode_delta
+from wingbeat.weights.host import make_own
+from wingbeat.weights.names import DELTA, WHOLE, file_name, names_of, shown
 
 logger = logging.getLogger(__name__)
 
 _HEADER_ROOM_BYTES = 2**20
 _TEMPORARY = ".partial"
-_SHOWN = 16
-"""Digits of the checksum in a file's name."""
 
 
 class NoRoom(SetupError):
@@ -70,13 +70,7 @@ class WeightPublisher:
         self._delta_chain = delta_chain
         self._deltas: tuple[WeightFile, ...] = ()
         """The last one leads to the newest version, each other one to the base of the one behind it."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = directory.stat().st_uid
-        if owner != os.getuid():
-            raise SetupError(
-                f"cannot publish weights to {directory}: it belongs to user {owner}, this is user {os.getuid()}; "
-                "remove it, or use another run directory"
-            )
+        make_own(directory)
         self._adopt_leftovers()
 
     def publish(
@@ -102,7 +96,7 @@ class WeightPublisher:
             raise ValueError(f"policy {self._policy!r} version {version}: there are no tensors to publish")
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         checksum = tensors_checksum(ready)
-        path = self._directory / f"{self._stem(version, checksum)}.safetensors"
+        path = self._directory / file_name(self._policy, version, checksum)
         base = self._newest_tensors() if delta else None
         self._write(ready, path)
         size = path.stat().st_size
@@ -136,7 +130,7 @@ class WeightPublisher:
 
     def _release(self, version: int, checksum: str = "") -> None:
         paths = self._paths.get(version, set())
-        for path in [path for path in paths if path.stem.endswith(checksum[:_SHOWN])]:
+        for path in [path for path in paths if path.stem.endswith(shown(checksum))]:
             path.unlink(missing_ok=True)
             paths.discard(path)
         if not paths:
@@ -146,7 +140,7 @@ class WeightPublisher:
         """Delete the files of all other checksums, whoever wrote them, but for the newest version."""
         with self._lock:
             newest = () if self._newest is None else (self._newest.checksum,)
-            kept = {checksum[:_SHOWN] for checksum in (*checksums, *newest)}
+            kept = {shown(checksum) for checksum in (*checksums, *newest)}
             for version, paths in tuple(self._paths.items()):
                 for path in tuple(paths):
                     checksum = path.stem.rpartition("-")[2]
@@ -168,9 +162,6 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _stem(self, version: int, checksum: str) -> str:
-        return f"{self._policy}-{version:08d}-{checksum[:_SHOWN]}"
 
     def _newest_tensors(self) -> tuple[Manifest, Mapping[str, Tensor]] | None:
         """What was published last, mapped; None where its file was released, or is damaged."""
@@ -211,7 +202,7 @@ class WeightPublisher:
             data = encode_delta(base[1], tensors, base_checksum=base[0].checksum, target_checksum=checksum)
         except ValueError:
             return None
-        path = self._directory / f"{self._stem(version, checksum)}.delta"
+        path = self._directory / file_name(self._policy, version, checksum, suffix=DELTA)
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             self._require_room(len(data))
@@ -254,14 +245,12 @@ class WeightPublisher:
             temporary.unlink(missing_ok=True)
 
     def _adopt_leftovers(self) -> None:
-        name = re.compile(
-            rf"{re.escape(self._policy)}-(\d{{8,}})-[0-9a-f]{{16}}\.(?:safetensors|delta)({re.escape(_TEMPORARY)})?"
-        )
+        names = names_of(self._policy, endings=f"({re.escape(_TEMPORARY)})?")
         for path in self._directory.iterdir():
-            match = name.fullmatch(path.name)
+            match = names.fullmatch(path.name)
             if match is None:
                 continue
-            if match[2] or path.suffix == ".delta":  # half-written, or of a chain that is broken now
+            if path.suffix != WHOLE:  # half-written, or of a chain that is broken now
                 path.unlink(missing_ok=True)
             else:
-                self._paths.setdefault(int(match[1]), set()).add(path)
+                self._paths.setdefault(int(match["version"]), set()).add(path)

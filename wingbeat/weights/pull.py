@@ -24,11 +24,11 @@ import aiohttp
 from wingbeat.core.errors import UnavailableError, VersionGone
 from wingbeat.core.files import sha256_of
 from wingbeat.core.worker_protocol import WeightFile
+from wingbeat.weights.wanted import Wanted, while_wanted
 
 CHUNK_BYTES = 2**20
 CONNECT_S = 10.0
-POLL_S = 0.1
-"""How often somebody looks whether the file is still wanted."""
+SHORTEST_PAUSE_S = 0.1
 WAIT_S = 0.2
 """Before a source that is receiving the file itself is asked again."""
 LONGEST_REST_S = 5.0
@@ -83,7 +83,7 @@ def pull(
     sources: Sequence[Source],
     partial: Path,
     limits: PullLimits,
-    is_wanted: Callable[[], bool] = lambda: True,
+    is_wanted: Wanted = lambda: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Fill ``partial`` with the file, whole and verified.
@@ -108,15 +108,9 @@ class _Pull:
     def __post_init__(self) -> None:
         self.progressed_at = self.clock()
 
-    async def run(self, is_wanted: Callable[[], bool]) -> None:
-        task = asyncio.create_task(self._rounds())
-        while not task.done():
-            await asyncio.wait({task}, timeout=POLL_S)
-            if not task.done() and not is_wanted():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                raise UnavailableError(f"{self.file.name} is not wanted any more")
-        task.result()
+    async def run(self, is_wanted: Wanted) -> None:
+        if not await while_wanted(self._rounds(), is_wanted):
+            raise UnavailableError(f"{self.file.name} is not wanted any more")
 
     async def _rounds(self) -> None:
         timeout = aiohttp.ClientTimeout(
@@ -140,7 +134,7 @@ class _Pull:
 
     def _pause(self) -> float:
         soonest = min((place.rests_until for place in self.places if not place.is_gone), default=0.0)
-        return min(LONGEST_REST_S, max(POLL_S, soonest - self.clock()))
+        return min(LONGEST_REST_S, max(SHORTEST_PAUSE_S, soonest - self.clock()))
 
     async def _round(self, session: aiohttp.ClientSession) -> bool:
         """Ask the sources in turn; whether the file is here."""

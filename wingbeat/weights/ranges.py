@@ -1,9 +1,13 @@
-"""Which bytes of a file a request asks for (RFC 9110, section 14): the one range that resuming needs."""
+"""Which bytes of a file a request asks for or brings (RFC 9110, section 14): the one range that resuming needs."""
 
 from __future__ import annotations
 
 import re
 
+OFFSET_HEADER = "Upload-Offset"
+"""From which byte control lacks a file that is brought to it."""
+SHA256_HEADER = "X-Weights-SHA256"
+"""Of the whole file that is brought."""
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 
 
@@ -30,5 +34,10 @@ def content_headers(asked: tuple[int, int], *, size: int, sha256: str) -> dict[s
     start, end = asked
     headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(end - start)}
     if (start, end) != (0, size):
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        headers["Content-Range"] = content_range(start, end, size=size)
     return headers
+
+
+def content_range(start: int, end: int, *, size: int) -> str:
+    """The header's value for the bytes from ``start`` to before ``end`` of a file."""
+    return f"bytes {start}-{end - 1}/{size}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
 from wingbeat.core.worker_protocol import Manifest
-from wingbeat.weights.checksum import describe, tensors_checksum
+from wingbeat.weights.checksum import describe, differing, tensors_checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,12 @@ def map_file(manifest: Manifest, path: Path) -> Received:
 
 
 def _verify(manifest: Manifest, tensors: dict[str, Tensor], *, where: str) -> None:
-    promised = {info.name: info for info in manifest.tensors}
-    found = {info.name: info for info in describe(tensors)}
-    differing = sorted(name for name in promised.keys() | found.keys() if promised.get(name) != found.get(name))
-    if differing:
-        first = differing[0]
+    found = describe(tensors)
+    if names := differing(manifest.tensors, found):
+        promised, got = ({info.name: info for info in infos}.get(names[0]) for infos in (manifest.tensors, found))
         raise UnavailableError(
-            f"{where}: {len(differing)} tensors differ from the manifest; {first!r}: "
-            f"expected {promised.get(first)}, got {found.get(first)}; publish it again"
+            f"{where}: {len(names)} tensors differ from the manifest; {names[0]!r}: expected {promised}, got {got};"
+            " publish it again"
         )
     checksum = tensors_checksum(tensors)
     if checksum != manifest.checksum:

@@ -28,13 +28,13 @@ from wingbeat.weights.codecs import decode_delta
 from wingbeat.weights.pull import NoSource, PullLimits, Source, pull
 from wingbeat.weights.receive import Received, map_file, receive
 from wingbeat.weights.store import HostStore
+from wingbeat.weights.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 
 GONE_PATIENCE_S = 2.0
 """A file of this host that is gone: word that another version is wanted is on its way."""
 POLL_S = 0.05
-Wanted = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)

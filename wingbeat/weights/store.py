@@ -22,6 +22,7 @@ from pathlib import Path
 
 from wingbeat.core.errors import UnavailableError
 from wingbeat.weights.host import make_private
+from wingbeat.weights.names import WHOLE, names_of, shown
 
 PARTIAL = ".partial"
 KEPT = 2
@@ -59,7 +60,7 @@ class HostStore:
 
     def of_checksum(self, policy: str, checksum: str) -> Path | None:
         """The whole file that holds these tensors, if there is one."""
-        return next((path for path in self._whole(policy) if path.stem.endswith(f"-{checksum[:16]}")), None)
+        return next((path for path in self._whole(policy) if path.stem.endswith(f"-{shown(checksum)}")), None)
 
     @contextlib.contextmanager
     def pulling(self, policy: str, *, is_wanted: Callable[[], bool]) -> Iterator[None]:
@@ -110,7 +111,7 @@ class HostStore:
 
     def _whole(self, policy: str) -> list[Path]:
         files = _files_of(policy)
-        return [path for path in self.folder.glob("*.safetensors") if files.fullmatch(path.name)]
+        return [path for path in self.folder.glob(f"*{WHOLE}") if files.fullmatch(path.name)]
 
     def _pinned(self) -> set[str]:
         """Names that a living process pins; marks of dead ones go."""
@@ -134,9 +135,7 @@ def checked_name(name: str) -> str:
 
 
 def _files_of(policy: str) -> re.Pattern[str]:
-    return re.compile(
-        rf"{re.escape(policy)}-\d{{8,}}-[0-9a-f]{{16}}\.(safetensors|delta)(\.made)?({re.escape(PARTIAL)})?"
-    )
+    return names_of(policy, endings=rf"(\.made)?({re.escape(PARTIAL)})?")
 
 
 def _is_alive(pid: int) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 
 from wingbeat.core.tls import client_context
 from wingbeat.core.worker_protocol import Manifest, WeightFile
+from wingbeat.weights.ranges import OFFSET_HEADER, SHA256_HEADER, content_range
+from wingbeat.weights.wanted import Wanted, while_wanted
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,7 @@ PART_BYTES = 4 * 2**20
 """At first; less where ``server.max_body_bytes`` is."""
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STALL_S = 60.0
-POLL_S = 0.2
 TOO_LARGE = 413
-OFFSET_HEADER = "Upload-Offset"
-SHA256_HEADER = "X-Weights-SHA256"
 
 
 class Uploads:
@@ -38,20 +36,9 @@ class Uploads:
         self._part_bytes = PART_BYTES
         self._tls: ssl.SSLContext | bool = client_context() if url.startswith("https://") else True
 
-    def carry(self, manifest: Manifest, is_wanted: Callable[[], bool]) -> bool:
+    def carry(self, manifest: Manifest, is_wanted: Wanted) -> bool:
         """Bring a version's files; tries until they are there (True), or until they are not wanted (False)."""
-        return asyncio.run(self._carry(manifest, is_wanted))
-
-    async def _carry(self, manifest: Manifest, is_wanted: Callable[[], bool]) -> bool:
-        task = asyncio.create_task(self._bring_all(manifest))
-        while not task.done():
-            await asyncio.wait({task}, timeout=POLL_S)
-            if not task.done() and not is_wanted():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                return False
-        task.result()
-        return True
+        return asyncio.run(while_wanted(self._bring_all(manifest), is_wanted))
 
     async def _bring_all(self, manifest: Manifest) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=STALL_S)
@@ -83,7 +70,7 @@ class Uploads:
             source.seek(offset)
             data = source.read(self._part_bytes)
         headers = {
-            "Content-Range": f"bytes {offset}-{offset + len(data) - 1}/{file.size_bytes}",
+            "Content-Range": content_range(offset, offset + len(data), size=file.size_bytes),
             SHA256_HEADER: file.sha256,
         }
         url = f"{self._url}/weights/v1/{policy}/{file.name}"

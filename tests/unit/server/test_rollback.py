@@ -42,6 +42,16 @@ async def train(course: Course, trainer: Any, *, steps: int, lineage: int = 0) -
         await course.until(lambda version=version: course.finished and course.finished[-1][0] == version + 1)
 
 
+async def roll_back(course: Course) -> Any:
+    """The trainer dies; its successor stands at step 1, and is given the first step of the lineage that it begins."""
+    course.host.trainer.left()
+    second = course.trainer()
+    second.join(step=1)
+    second.begin(1)
+    await course.until(lambda: second.steps)
+    return second
+
+
 def states(course: Course) -> dict[str, SampleState]:
     views = course.desk.ledger.attempts(split=Split.TRAIN)
     return {view.group.id: view.samples[0].state for view in views if view.samples}
@@ -177,11 +187,7 @@ async def test_a_logged_step_is_given_up_with_its_lineage(open_course: Callable[
         await train(course, first, steps=2)
         course.group("pending", floor=2)
         await course.until(lambda: len(first.steps) == 3)
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        second = await roll_back(course)
         assert not any(batch.batch_id == "solver-3" for batch in course.desk.ledger.batches_after("solver", 0))
         assert set(waiting(course)) == {"pending"}  # g0.1 is in the step
         await finish_in(course, second, lineage=1)
@@ -197,11 +203,7 @@ async def test_a_run_that_was_complete_trains_its_lost_steps_again(open_course: 
         first.join()
         await train(course, first, steps=2)
         assert course.host.complete
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        second = await roll_back(course)
         assert not course.host.complete
         await finish_in(course, second, lineage=1)
         assert course.host.complete and set(states(course).values()) == {SampleState.TRAINED}
@@ -227,11 +229,7 @@ async def test_a_trainer_with_an_abandoned_checkpoint_is_followed(open_course: C
     async with training(course):
         first.join()
         await train(course, first, steps=3)
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        second = await roll_back(course)
         await finish_in(course, second, lineage=1)  # g0.1 is trained again
         course.host.trainer.left()
         third = course.trainer()
@@ -314,11 +312,7 @@ async def test_weights_that_two_lineages_share_stay_while_they_are_live(
         course.host.pin(1)  # so that its file is known under lineage 0, too
         await train(course, first, steps=1)
         engine.serve(2)
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        second = await roll_back(course)
         course.host.unpin(1)
         engine.serve(1, lineage=1)
         course.host.release_unused()
@@ -336,11 +330,7 @@ async def test_what_abandoned_weights_still_sample_counts_as_the_common_version(
         await train(course, first, steps=3)
         engine.serve(3)
         assert course.host.lowest_version() == 3
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        await roll_back(course)
         assert course.host.lowest_version() == 1  # the engine has yet to go back
         chunks = course.desk.engines.generate(
             "solver", prompt_ids=course.prompt(), sampling=course.sampling(), cache_key="e", stream=True
@@ -371,11 +361,7 @@ async def test_a_generation_that_waits_for_an_abandoned_version_goes_to_what_cou
         ]
         await asyncio.sleep(0)
         assert course.desk.engines.waiting == 1
-        course.host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        await roll_back(course)
         engine.serve(1, lineage=1)
         for request_id in engine.generated():
             engine.say(request_id, 5, version=1, lineage=1, finish=FinishReason.STOP)
@@ -395,11 +381,7 @@ async def test_an_evaluation_keeps_its_abandoned_version_until_it_is_done(
         engine.serve(2)
         host.pin(2)
         engine.serve(2, pinned=True)
-        host.trainer.left()
-        second = course.trainer()
-        second.join(step=1)
-        second.begin(1)
-        await course.until(lambda: second.steps)
+        second = await roll_back(course)
         chunks = course.desk.engines.generate(
             "solver", prompt_ids=course.prompt(), sampling=course.sampling(), cache_key="e", version=2
         )

@@ -320,7 +320,7 @@ async def test_an_uploader_goes_on_where_control_lacks_bytes(
 ) -> None:
     monkeypatch.setattr(upload, "PART_BYTES", 1000)
     monkeypatch.setattr(upload, "RETRY_S", (0.01,))
-    monkeypatch.setattr(upload, "POLL_S", 0.02)
+    monkeypatch.setattr("wingbeat.weights.wanted.POLL_S", 0.02)
     manifest = published(tmp_path / "trainer", host_id="elsewhere")
     await site.put(DATA[:3000], 0)  # an earlier trainer got so far
     site.faults, site.max_body_bytes = {3, 6}, 600

@@ -44,8 +44,8 @@ def tensors(version: int) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_S", "WAIT_S"):
-        monkeypatch.setattr(f"wingbeat.weights.pull.{name}", 0.01)
+    for name in ("pull.SHORTEST_PAUSE_S", "pull.WAIT_S", "wanted.POLL_S"):
+        monkeypatch.setattr(f"wingbeat.weights.{name}", 0.01)
 
 
 @dataclass

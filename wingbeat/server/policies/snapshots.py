@@ -23,16 +23,14 @@ import msgspec
 
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import write_atomically
-from wingbeat.core.worker_protocol import Manifest
+from wingbeat.core.worker_protocol import Manifest, Place
 from wingbeat.dataflow.lineages import Lineage
 from wingbeat.server.policies.host import PolicyHost
 from wingbeat.server.signals import Changed
 from wingbeat.weights.host import host_id
+from wingbeat.weights.names import file_name
 
 logger = logging.getLogger(__name__)
-
-Place = tuple[int, int]
-"""(lineage, version): places of one policy, in the order in which it was there."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class Snapshot:
         manifest = self.original.manifest
         if manifest is None or manifest.version == 0 or manifest.version % self.every:
             return None
-        return manifest if place_of(manifest) > self.seen else None
+        return manifest if manifest.place > self.seen else None
 
 
 class Snapshots:
@@ -115,7 +113,7 @@ class Snapshots:
             manifest = snapshot.due()
             if manifest is None:
                 return
-            snapshot.seen = place_of(manifest)
+            snapshot.seen = manifest.place
             try:
                 with self._open(manifest) as source:
                     path = snapshot.folder / f"{manifest.lineage}-{manifest.version:08d}.safetensors"
@@ -139,7 +137,7 @@ class Snapshots:
         if abandoned is not None and abandoned != path:  # of another lineage
             _delete(abandoned)
         snapshot.files[manifest.version] = path
-        snapshot.seen = max(snapshot.seen, place_of(manifest))
+        snapshot.seen = max(snapshot.seen, manifest.place)
         host = snapshot.host
         if manifest.lineage:  # to the host it is its own: one that was never rolled back behind
             lineage = Lineage(host.name, manifest.lineage, base_lineage=0, base_step=0, reason="its original's")
@@ -166,16 +164,10 @@ class Snapshots:
             _delete(snapshot.files.pop(version))
 
 
-def place_of(manifest: Manifest) -> Place:
-    return manifest.lineage, manifest.version
-
-
 def _renamed(manifest: Manifest, policy: str, path: Path) -> Manifest:
     """The same weights as another policy's, of which there is the whole file alone."""
-    whole = tuple(
-        msgspec.structs.replace(file, name=f"{policy}-{manifest.version:08d}-{manifest.checksum[:16]}.safetensors")
-        for file in manifest.files[:1]
-    )
+    name = file_name(policy, manifest.version, manifest.checksum)
+    whole = tuple(msgspec.structs.replace(file, name=name) for file in manifest.files[:1])
     return msgspec.structs.replace(manifest, policy=policy, path=str(path), files=whole)
 
 
@@ -203,7 +195,7 @@ def _copies(folder: Path) -> list[tuple[Manifest, Path]]:
         path = description.with_suffix(".safetensors")
         if path.is_file() and path.stat().st_size == manifest.size_bytes:
             found.append((manifest, path))
-    return sorted(found, key=lambda copy: place_of(copy[0]), reverse=True)
+    return sorted(found, key=lambda copy: copy[0].place, reverse=True)
 
 
 def _delete(path: Path) -> None:

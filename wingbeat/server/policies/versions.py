@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from wingbeat.core.worker_protocol import ControlMessage, KeepVersions, Manifest, ReleaseVersion
+from wingbeat.core.worker_protocol import ControlMessage, KeepVersions, Manifest, Place, ReleaseVersion
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.workers.engines import EnginePool
 
@@ -22,8 +22,7 @@ class PolicyVersions:
         self._policy = policy
         self._engines = engines
         self._send = send
-        self._held: dict[tuple[int, int], Manifest] = {}
-        """By (lineage, version)."""
+        self._held: dict[Place, Manifest] = {}
         self._pins: Counter[int] = Counter()
         self._pinned: dict[int, Manifest] = {}
         self.live: Manifest | None = None
@@ -32,14 +31,14 @@ class PolicyVersions:
     def held(self) -> tuple[Manifest, ...]:
         """All whose files may be asked for, newest first."""
         found = {id(m): m for m in (*([self.live] if self.live else []), *self._held.values(), *self._pinned.values())}
-        return tuple(sorted(found.values(), key=age, reverse=True))
+        return tuple(sorted(found.values(), key=lambda manifest: manifest.place, reverse=True))
 
     def adopt(self, manifest: Manifest) -> None:
         """Serve these weights from now on, unless later ones are served."""
-        if self.live is not None and age(self.live) > age(manifest):
+        if self.live is not None and self.live.place > manifest.place:
             return
         self.live = manifest
-        self._held[age(manifest)] = manifest
+        self._held[manifest.place] = manifest
         self._engines.publish(manifest)
         self.release_unused()
 
@@ -109,8 +108,3 @@ class PolicyVersions:
 
     def is_pinned(self, version: int) -> bool:
         return version in self._pins
-
-
-def age(manifest: Manifest) -> tuple[int, int]:
-    """Orders versions by when they came to be served: any of a later lineage is newer."""
-    return manifest.lineage, manifest.version

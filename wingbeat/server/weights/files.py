@@ -18,6 +18,7 @@ from wingbeat.core.errors import ConflictError, NotFoundError, PayloadTooLarge, 
 from wingbeat.core.files import NO_ROOM, sha256_of
 from wingbeat.core.worker_protocol import Manifest, WeightFile
 from wingbeat.weights.host import make_private, run_weights_candidates, run_weights_dir
+from wingbeat.weights.names import names_of
 
 if TYPE_CHECKING:
     from wingbeat.server.policies.host import PolicyHost
@@ -88,7 +89,7 @@ class WeightFiles:
         return path
 
     def _path(self, manifest: Manifest, file: WeightFile) -> Path:
-        if _name_of(manifest.policy).fullmatch(file.name) is None:  # no name that a worker makes up leads elsewhere
+        if names_of(manifest.policy).fullmatch(file.name) is None:  # no name that a worker makes up leads elsewhere
             raise NotFoundError(f"no weight file of {manifest.policy!r} has the name {file.name!r:.200}")
         if manifest.host_id != self.host_id:
             return self._uploads_dir() / file.name
@@ -154,7 +155,7 @@ class WeightFiles:
     def _check(self, part: Part) -> None:
         if part.policy not in self._policies:
             raise NotFoundError(f"there is no policy {part.policy!r}, only {', '.join(self._policies)}")
-        if _name_of(part.policy).fullmatch(part.name) is None:
+        if names_of(part.policy).fullmatch(part.name) is None:
             raise RequestError(f"expected the name of a weight file of {part.policy!r}, got {part.name!r}")
         if _SHA256.fullmatch(part.sha256) is None:
             raise RequestError(f"expected the SHA-256 of the file in hexadecimal, got {part.sha256!r:.80}")
@@ -172,14 +173,9 @@ class WeightFiles:
         known = self._brought.setdefault(part.policy, set())
         for path in self._uploads_dir().iterdir():
             name = path.name.removesuffix(_PARTIAL)
-            match = _name_of(part.policy).fullmatch(name)
+            match = names_of(part.policy).fullmatch(name)
             if match is None or name in held or name == part.name:
                 continue
-            if path.suffix == _PARTIAL or name in known or int(match[1]) < oldest:
+            if path.suffix == _PARTIAL or name in known or int(match["version"]) < oldest:
                 path.unlink(missing_ok=True)
         self._brought[part.policy] = held
-
-
-def _name_of(policy: str) -> re.Pattern[str]:
-    """Of a file that :class:`~wingbeat.weights.publish.WeightPublisher` writes, with its version."""
-    return re.compile(rf"{re.escape(policy)}-([0-9]{{8,}})-[0-9a-f]{{16}}\.(?:safetensors|delta)")

@@ -17,11 +17,9 @@ from wingbeat.server.http.error_answers import error_response
 from wingbeat.server.keys.principals import MAY_WORK
 from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.weights.files import Part, WrongOffset
-from wingbeat.weights.ranges import BadRange, asked_bytes, content_headers
+from wingbeat.weights.ranges import OFFSET_HEADER, SHA256_HEADER, BadRange, asked_bytes, content_headers
 
 CHUNK_BYTES = 2**20
-OFFSET_HEADER = "Upload-Offset"
-SHA256_HEADER = "X-Weights-SHA256"
 _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 

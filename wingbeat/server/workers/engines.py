@@ -82,20 +82,20 @@ class EnginePool:
         self.weights.leave(link)
         for request_id in link.flights:
             self._moving.pop(request_id, None)
-        self._sticky = {key: other for key, other in self._sticky.items() if other is not link}
-        self._take_back(link, tuple(link.flights.values()))
-        for queue in self._waiting.values():
-            for flight in queue:
-                self._limit_wait(flight)
+        self._go_on_without(link, tuple(link.flights.values()))
 
     def stop_sending(self, link: EngineLink) -> None:
         """An engine is about to leave: it ends what it has, and gets no more."""
         self.weights.stop_sending(link)
+        self._go_on_without(link)
+
+    def _go_on_without(self, link: EngineLink, lost: Sequence[Flight] = ()) -> None:
+        """It gets no more; what is ``lost`` with it goes on elsewhere, perhaps at one that was too far behind it."""
         self._sticky = {key: other for key, other in self._sticky.items() if other is not link}
+        self._take_back(link, lost)
         for queue in self._waiting.values():
             for flight in queue:
                 self._limit_wait(flight)
-        self._dispatch()  # perhaps to one that was too far behind it
 
     def served(self, link: EngineLink, message: WeightsServed) -> None:
         """An engine acknowledged what it now serves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 from wingbeat.core.errors import NotFoundError
+from wingbeat.core.files import sha256_of
 from wingbeat.core.model_files import model_files
 from wingbeat.core.protocol import DrainRequest
 from wingbeat.core.worker_protocol import Drain
@@ -33,7 +33,7 @@ class Digests:
         key = (path, stat.st_size, stat.st_mtime_ns)
         async with self._computing:  # one after the other: they read a disk
             if key not in self._known:
-                self._known[key] = await asyncio.to_thread(_sha256, path)
+                self._known[key] = await asyncio.to_thread(sha256_of, path)
             return self._known[key]
 
 
@@ -76,8 +76,3 @@ def worker_routes(control: Control, keys: KeyRing) -> APIRouter:
         return {"state": "leaving"}
 
     return router
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

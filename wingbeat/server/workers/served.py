@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wingbeat.core.worker_protocol import Manifest, PinVersion, TokenChunk, UpdateWeights, WeightsServed
+from wingbeat.core.worker_protocol import Manifest, PinVersion, Place, TokenChunk, UpdateWeights, WeightsServed
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.calls.flights import EngineLink, Flight, Served
 
@@ -26,8 +26,6 @@ RETRY_S = 30.0
 """How long an engine that could not load a version, or is quarantined, has before it is told to load again."""
 REMEMBERED = 1024
 """Versions per policy whose checksums are known."""
-Place = tuple[int, int]
-"""(lineage, version)."""
 SourcesFor = Callable[[EngineLink, Manifest], tuple[str, ...]]
 
 
@@ -81,7 +79,7 @@ class ServedWeights:
         """Have every engine serve this version live."""
         self._live[manifest.policy] = manifest
         known = self._published.setdefault(manifest.policy, {})
-        known[place_of(manifest)] = manifest.checksum
+        known[manifest.place] = manifest.checksum
         while len(known) > REMEMBERED:
             del known[next(iter(known))]
         for link in self.links:
@@ -108,7 +106,7 @@ class ServedWeights:
         for policy, manifest in self._live.items():
             has = link.acknowledged.get(policy)
             is_due = self._clock() >= self._retry_at.get((link.worker_id, policy), 0.0)
-            if is_due and (policy in link.quarantined or has is None or has[:2] != place_of(manifest)):
+            if is_due and (policy in link.quarantined or has is None or has[:2] != manifest.place):
                 self._tell(link, manifest)
         for key in [key for key, at in self._pin_again_at.items() if key[0] == link.worker_id and self._clock() >= at]:
             del self._pin_again_at[key]
@@ -149,7 +147,7 @@ class ServedWeights:
             return ""
         served = Served(message.lineage, message.version, message.checksum)
         fault, loading = self._fault(link, policy, served), link.loading.get(policy)
-        if loading is not None and served[:2] >= place_of(loading):
+        if loading is not None and served[:2] >= loading.place:
             del link.loading[policy]
         link.acknowledged[policy] = served
         if fault:
@@ -159,7 +157,7 @@ class ServedWeights:
         if not link.leaving:
             link.served[policy] = served
             self._sort_out_laggards(policy)
-        if (live := self._live.get(policy)) is not None and served[:2] < place_of(live):
+        if (live := self._live.get(policy)) is not None and served[:2] < live.place:
             self._tell(link, live)
         return ""
 
@@ -168,7 +166,7 @@ class ServedWeights:
         loading = link.loading.pop(policy, None)
         self._retry_at[(link.worker_id, policy)] = self._clock() + RETRY_S
         live = self._live.get(policy)
-        if live is not None and loading is not None and place_of(loading) != place_of(live):
+        if live is not None and loading is not None and loading.place != live.place:
             self._tell(link, live)  # others have come meanwhile
 
     def pin_failed(self, link: EngineLink, policy: str) -> None:
@@ -187,7 +185,7 @@ class ServedWeights:
         if not known:
             return ""
         place = f"version {served.version}" + (f" of lineage {served.lineage}" if served.lineage else "")
-        was_told = loading is not None and place_of(loading) == at  # long ago, perhaps
+        was_told = loading is not None and loading.place == at  # long ago, perhaps
         checksum = loading.checksum if was_told and loading is not None else known.get(at)
         if checksum is None:
             return f"it says that it serves {place}, which was not published"
@@ -267,11 +265,6 @@ class ServedWeights:
         if ancestry is None:
             return served.version
         return ancestry.effective(served.version, lineage=min(served.lineage, ancestry.current))
-
-
-def place_of(manifest: Manifest) -> Place:
-    """Orders versions by when they came to be served: any of a later lineage is newer."""
-    return manifest.lineage, manifest.version
 
 
 def lag_limit(configured: int | None, *, max_staleness: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wingbeat.core.errors import UnavailableError
-from wingbeat.weights.checksum import describe, tensors_checksum
+from wingbeat.weights.checksum import describe, differing, tensors_checksum
 from wingbeat.weights.codecs import sparse
 from wingbeat.weights.codecs.container import Container, Encoding, damaged, read_container, write_container
 from wingbeat.weights.codecs.dense import decode_raw, decode_xor, encode_raw, encode_xor
@@ -42,11 +42,9 @@ def decode_delta(data: memoryview | bytes | bytearray, base: Mapping[str, Tensor
     """
     container = read_container(memoryview(data))
     header = container.header
-    found = {info.name: info for info in describe(base)}
-    promised = {entry.name: entry.info for entry in header.entries}
-    if found != promised or len(promised) != len(header.entries):
-        differing = sorted(name for name in found.keys() | promised.keys() if found.get(name) != promised.get(name))
-        raise damaged(f"it belongs to another base: {len(differing)} tensors differ, {differing[:3]} among them")
+    names = differing(describe(base), (entry.info for entry in header.entries))
+    if names or len(header.entries) != len(base):
+        raise damaged(f"it belongs to another base: {len(names)} tensors differ, {names[:3]} among them")
     try:
         target = _decode_all(container, base)
         checksum = tensors_checksum(target)
@@ -68,12 +66,10 @@ def _decode_all(container: Container, base: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _require_alike(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    theirs, ours = describe(base), describe(target)
-    if theirs != ours:
-        differing = sorted({info.name for info in set(theirs) ^ set(ours)})
+    if names := differing(describe(base), describe(target)):
         raise ValueError(
-            f"a delta needs tensors of the same names, dtypes and shapes: {len(differing)} differ, "
-            f"{differing[:3]} among them; publish the full version"
+            f"a delta needs tensors of the same names, dtypes and shapes: {len(names)} differ, "
+            f"{names[:3]} among them; publish the full version"
         )
 
 

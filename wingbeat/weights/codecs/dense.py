@@ -7,6 +7,7 @@ import torch
 import zstandard
 from torch import Tensor
 
+from wingbeat.weights.checksum import raw_bytes
 from wingbeat.weights.codecs.container import damaged, unpack_zstd
 
 ZSTD_LEVEL = 1
@@ -14,7 +15,7 @@ ZSTD_LEVEL = 1
 
 def to_bytes(tensor: Tensor) -> np.ndarray:
     """Row-major bytes [B] uint8 on the CPU; no copy is made where they are there already."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return np.frombuffer(raw_bytes(tensor), dtype=np.uint8)
 
 
 def from_bytes(data: np.ndarray, *, like: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def from_bytes(data: np.ndarray, *, like: Tensor) -> Tensor:
 
 
 def encode_raw(target: Tensor) -> bytes:
-    return to_bytes(target).tobytes()
+    return raw_bytes(target).tobytes()
 
 
 def decode_raw(data: memoryview, *, base: Tensor) -> Tensor:
