@@ -18,9 +18,10 @@ from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.trainer.sharding import ALONE, Sharding
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MASTER = "master."
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+MASTER, MOMENTS, COUNT = "master", ("exp_avg", "exp_avg_sq"), "step"
+"""What there is of a parameter NAME in :meth:`PolicyOptimizer.state_tensors`: KIND.NAME."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes that are trained through float32 masters."""
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 """Those for which torch has AdamW in one kernel."""
 
@@ -135,10 +136,10 @@ class PolicyOptimizer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything that a later step depends on: masters, moments, update counts."""
-        tensors = {_MASTER + name: master.detach() for name, master in self._masters.items()}
+        tensors = {f"{MASTER}.{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             state = self._adamw.state.get(master, {})
-            tensors |= {f"{key}.{name}": state[key] for key in (*_MOMENTS, "step") if key in state}
+            tensors |= {f"{key}.{name}": state[key] for key in (*MOMENTS, COUNT) if key in state}
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -150,21 +151,21 @@ class PolicyOptimizer:
         self._adamw.state.clear()
         for name, master in self._masters.items():
             with torch.no_grad():
-                master.copy_(tensors[_MASTER + name])
-            if f"step.{name}" in tensors and master.numel():
-                state = {key: tensors[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS}
+                master.copy_(tensors[f"{MASTER}.{name}"])
+            if f"{COUNT}.{name}" in tensors and master.numel():
+                state = {key: tensors[f"{key}.{name}"].to(master.device, copy=True) for key in MOMENTS}
                 # AdamW counts its updates where it runs: in its kernel, or on the CPU.
                 where = master.device if self._adamw.defaults["fused"] else "cpu"
-                self._adamw.state[master] = {"step": tensors[f"step.{name}"].to(where, copy=True), **state}
+                self._adamw.state[master] = {COUNT: tensors[f"{COUNT}.{name}"].to(where, copy=True), **state}
         self._round_to_parameters()
 
     def check_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises SetupError where :meth:`load_state_tensors` would, and changes nothing."""
-        wanted = {_MASTER + name: master for name, master in self._masters.items()}
-        stepped = any(name.startswith("step.") for name in tensors)
+        wanted = {f"{MASTER}.{name}": master for name, master in self._masters.items()}
+        stepped = any(name.startswith(f"{COUNT}.") for name in tensors)
         names = set(wanted)
         if stepped:
-            names |= {f"{key}.{name}" for name in self._masters for key in (*_MOMENTS, "step")}
+            names |= {f"{key}.{name}" for name in self._masters for key in (*MOMENTS, COUNT)}
         if names != tensors.keys():
             different = sorted(names ^ tensors.keys())
             raise SetupError(
@@ -180,7 +181,7 @@ class PolicyOptimizer:
                 )
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype not in _LOW_PRECISION:
+        if parameter.dtype not in LOW_PRECISION:
             return parameter
         master = parameter.detach().to(torch.float32, copy=True).requires_grad_()
 

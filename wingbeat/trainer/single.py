@@ -232,6 +232,11 @@ class PolicyTrainer:
         adapter: dict[str, Tensor] = get_peft_model_state_dict(self._model, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in adapter.items()}
 
+    @property
+    def published_bytes(self) -> int:
+        """The size of :meth:`published_tensors`, without gathering them."""
+        return sum(tensor.nbytes for tensor in self.published_tensors().values())
+
     def export(self, path: Path, *, merged: bool = False) -> None:
         """Write the current weights as a Hugging Face folder, or as a PEFT adapter folder for LoRA.
 

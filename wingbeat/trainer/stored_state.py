@@ -10,9 +10,11 @@ bytes asked for is read.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,8 +134,20 @@ class StoredState:
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{TENSORS} cannot be read ({error})") from error
 
-    def read(self, name: str, *, start: int, stop: int) -> Tensor:
-        """Rows ``[start, stop)`` of a tensor.  Raises DamagedCheckpoint where its parts do not hold them."""
+    def read(self, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        """Rows ``[start, stop)`` of tensors, by name.  Raises DamagedCheckpoint where their parts do not hold them.
+
+        Each file is opened once: that reads the names of all its tensors.
+        """
+        with ExitStack() as files:
+            opened = functools.cache(lambda name: files.enter_context(safe_open(self.folder / name, framework="pt")))
+            return {name: self._read(name, start, stop, opened=opened) for name, (start, stop) in ranges.items()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """All tensors.  Raises DamagedCheckpoint."""
+        return self.read({name: (0, stored.rows) for name, stored in self.tensors.items()})
+
+    def _read(self, name: str, start: int, stop: int, *, opened: Callable[[str], Any]) -> Tensor:
         stored = self.tensors[name]
         found: list[Tensor] = []
         try:
@@ -141,10 +155,9 @@ class StoredState:
                 low, high = max(start, part.start), min(stop, part.stop)
                 if low >= high:
                     continue
-                with safe_open(self.folder / part.file, framework="pt") as file:
-                    if not stored.shape:
-                        return file.get_tensor(name)
-                    found.append(file.get_slice(name)[low - part.start : high - part.start])
+                if not stored.shape:
+                    return opened(part.file).get_tensor(name)
+                found.append(opened(part.file).get_slice(name)[low - part.start : high - part.start])
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{name} cannot be read ({error})") from error
         if not found:
@@ -153,10 +166,6 @@ class StoredState:
         if len(values) != stop - start:
             raise DamagedCheckpoint(f"{name}: expected rows {start} to {stop}, got {len(values)} of them")
         return values
-
-    def whole(self) -> dict[str, Tensor]:
-        """All tensors.  Raises DamagedCheckpoint."""
-        return {name: self.read(name, start=0, stop=stored.rows) for name, stored in self.tensors.items()}
 
 
 def write_part(

@@ -122,10 +122,16 @@ def trained_twice(world: World, folder: Path, batches: list[TrainingBatch], stor
         CheckpointStore(store, keep=9).save(trainer)
 
 
-def resaved(world: World, folder: Path, settings: PolicyConfig, store: Path, to: Path) -> int | None:
+def resaved(
+    world: World, folder: Path, settings: PolicyConfig, batches: list[TrainingBatch], store: Path, to: Path
+) -> int | None:
+    """The step of the last checkpoint, which is saved again before it is trained on."""
     trainer = distributed(world, folder, settings)
     report = CheckpointStore(store, keep=9).load_latest(trainer)
     CheckpointStore(to, keep=9).save(trainer)
+    for batch in batches:
+        trainer.train_step(batch)
+    CheckpointStore(store, keep=9).save(trainer)
     return report.step
 
 
@@ -154,7 +160,9 @@ def exported(world: World, folder: Path, settings: PolicyConfig, store: Path, to
     trainer.export(to / "plain")
     if settings.lora:
         trainer.export(to / "merged", merged=True)
-    save_file(trainer.published_tensors(), to / "published.safetensors")
+    published = trainer.published_tensors()
+    assert trainer.published_bytes == sum(tensor.nbytes for tensor in published.values())
+    save_file(published, to / "published.safetensors")
 
 
 @everywhere

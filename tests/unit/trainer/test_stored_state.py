@@ -58,7 +58,7 @@ def test_every_stretch_of_every_number_of_processes_is_read(tmp_path: Path) -> N
             for size in (1, 2, 3, 5, 8):
                 for rank in range(size):
                     start, stop = stretch(stored.tensors[name].rows, rank=rank, size=size) if tensor.ndim else (0, 1)
-                    found = stored.read(name, start=start, stop=stop)
+                    found = stored.read({name: (start, stop)})[name]
                     wanted = tensor[start:stop] if tensor.ndim else tensor
                     assert found.dtype == wanted.dtype and torch.equal(found, wanted), (wrote, name, size, rank)
 

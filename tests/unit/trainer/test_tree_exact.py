@@ -6,6 +6,7 @@ it), padded and forwarded without any tree.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -39,8 +40,6 @@ OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "trees and packs": {"prefix_tree": "auto", "prefix_tree_min_sharing": 1.3, "sequence_packing": "on"},
 }
 BACKENDS = ["mask", "nodes", "auto", "depth_first", *OTHER_LAYOUTS]
-SLOW = pytest.mark.slow
-"""The unit part holds every algorithm and every backend once; the rest of the matrix is for the second half."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
@@ -101,18 +100,17 @@ def _case(
     model: Any,
     rows: list[Row],
     *,
-    seed: int = 0,
+    noise: int = 0,
     algorithm: Algorithm = "grpo",
     budget: int = 10_000,
     rules: Mapping[str, Any] | None = None,
 ) -> Case:
     """Rows whose sampling logprobs lie so close to the policy's that some are clipped and most are not.
 
-    Each token has an advantage of its own.
+    Each token has an advantage of its own.  ``noise`` is a seed.
     """
-    rng = np.random.default_rng(seed)
-    trees = TreeScorer(LogprobModel(model, chunk_tokens=64), backend="mask", device=CPU)
-    with torch.no_grad(), trees.scored(TreePlan.of(rows)) as (logprobs_N, _):
+    rng = np.random.default_rng(noise)
+    with torch.no_grad(), _trees(model).scored(TreePlan.of(rows)) as (logprobs_N, _):
         noisy = np.split(logprobs_N.double().numpy() + rng.normal(0, 0.2, len(logprobs_N)), np.cumsum(_counts(rows)))
     rows = [
         replace(row, sampling_logprobs_N=found.astype(np.float32)) for row, found in zip(rows, noisy[:-1], strict=True)
@@ -152,11 +150,22 @@ def _counts(rows: Sequence[Row]) -> list[int]:
     return [row.num_trained for row in rows]
 
 
+@functools.cache
+def _scorer(model: Any, *, chunk_tokens: int, entropy_gradient: bool = False) -> LogprobModel:
+    """A model is probed once: that takes as long as a gradient."""
+    return LogprobModel(model, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient)
+
+
+@functools.cache
+def _trees(model: Any) -> TreeScorer:
+    return TreeScorer(_scorer(model, chunk_tokens=64), backend="mask", device=CPU)
+
+
 def _gradients(
     model: Any, run: Callable[[LogprobModel], PassResult], *, entropy_gradient: bool = False
 ) -> tuple[Gradients, PassResult]:
     model.zero_grad(set_to_none=True)
-    result = run(LogprobModel(model, chunk_tokens=5, entropy_gradient=entropy_gradient))
+    result = run(_scorer(model, chunk_tokens=5, entropy_gradient=entropy_gradient))
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, result
 
 
@@ -219,7 +228,31 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + module.weight)
 
 
-@pytest.mark.slow
+@dataclass(frozen=True)
+class Known:
+    """A case with what its turns give, which every backend is to give."""
+
+    model: Any
+    case: Case
+    wanted: tuple[Gradients, PassResult]
+
+
+@pytest.fixture(scope="module")
+def known(exact_model: Callable[..., Any], make_rows: MakeRows) -> Callable[..., Known]:
+    """Made once for all backends; ``seed`` is that of the rows, the rest as :func:`_case` takes it."""
+    made: dict[str, Known] = {}
+
+    def find(kind: str, dtype: torch.dtype, *, seed: int, **how: Any) -> Known:
+        key = repr((kind, dtype, seed, how))
+        if key not in made:
+            model = exact_model(kind, dtype)
+            case = _case(model, make_rows(np.random.default_rng(seed)), **how)
+            made[key] = Known(model, case, _by_turns(model, case))
+        return made[key]
+
+    return find
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "packed"])
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -232,44 +265,27 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
 def test_random_trees(
     backend: str,
     dtype: torch.dtype,
-    exact_model: Callable[..., Any],
-    make_rows: MakeRows,
+    known: Callable[..., Known],
     seed: int,
     algorithm: Algorithm,
     kind: str,
     budget: int,
 ) -> None:
-    model = exact_model(kind, dtype)
-    rows = make_rows(np.random.default_rng(seed))
-    case = _case(model, rows, seed=seed, algorithm=algorithm, budget=budget)
-    _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
+    found = known(kind, dtype, seed=seed, noise=seed, algorithm=algorithm, budget=budget)
+    _assert_equal(_by_tree(found.model, found.case, backend=backend), found.wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "backend", "dtype"),
-    [
-        pytest.param(
-            algorithm,
-            backend,
-            dtype,
-            marks=() if algorithm == "grpo" or (backend, dtype) == ("depth_first", torch.float64) else SLOW,
-        )
-        for algorithm in ALGORITHMS
-        for backend in BACKENDS
-        for dtype in TOLERANCE
-    ],
-)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_on_every_backend(
-    algorithm: Algorithm, backend: str, dtype: torch.dtype, exact_model: Callable[..., Any], make_rows: MakeRows
+    algorithm: Algorithm, backend: str, dtype: torch.dtype, known: Callable[..., Known]
 ) -> None:
-    model = exact_model("qwen3", dtype)
-    case = _case(model, make_rows(np.random.default_rng(5)), algorithm=algorithm, budget=8)
-    _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), TOLERANCE[dtype])
+    found = known("qwen3", dtype, seed=5, algorithm=algorithm, budget=8)
+    _assert_equal(_by_tree(found.model, found.case, backend=backend), found.wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "depth_first"))]
-)
+@pytest.mark.parametrize("backend", ["auto", "mask", "nodes", "depth_first"])
 @pytest.mark.parametrize(
     ("algorithm", "rules"),
     [
@@ -287,14 +303,13 @@ def test_every_algorithm_on_every_backend(
     ],
 )
 def test_sequence_ratios_and_corrections_on_every_backend(
-    algorithm: Algorithm, rules: dict[str, Any], backend: str, exact_model: Callable[..., Any], make_rows: MakeRows
+    algorithm: Algorithm, rules: dict[str, Any], backend: str, known: Callable[..., Known]
 ) -> None:
     """A row's turns are those of rows that hold one turn each; some are masked or capped, not all."""
-    model = exact_model("qwen3", torch.float64)
     affected = tokens = 0.0
     for seed in (5, 6, 7):
-        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=8, rules=rules)
-        got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
+        found = known("qwen3", torch.float64, seed=seed, algorithm=algorithm, budget=8, rules=rules)
+        got, wanted = _by_tree(found.model, found.case, backend=backend), found.wanted
         _assert_equal(got, wanted, TOLERANCE[torch.float64])
         stats = got[1].stats
         assert (stats.capped, stats.masked) == (wanted[1].stats.capped, wanted[1].stats.masked)
@@ -303,10 +318,7 @@ def test_sequence_ratios_and_corrections_on_every_backend(
     assert 0.05 < affected / tokens < 0.95
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["depth_first", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "auto", "trees and packs"))],
-)
+@pytest.mark.parametrize("backend", ["depth_first", "mask", "nodes", "auto", "trees and packs"])
 @pytest.mark.parametrize(
     ("algorithm", "rules"),
     [
@@ -320,27 +332,23 @@ def test_sequence_ratios_and_corrections_on_every_backend(
     ],
 )
 def test_terms_beside_the_algorithm_on_every_backend(
-    algorithm: Algorithm, rules: dict[str, Any], backend: str, exact_model: Callable[..., Any], make_rows: MakeRows
+    algorithm: Algorithm, rules: dict[str, Any], backend: str, known: Callable[..., Known]
 ) -> None:
     """KL penalties, the entropy's own gradient, cross-entropy of some episodes."""
-    model = exact_model("qwen3", torch.float64)
     for seed in (5, 6):
-        case = _case(model, make_rows(np.random.default_rng(seed)), algorithm=algorithm, budget=8, rules=rules)
-        got, wanted = _by_tree(model, case, backend=backend), _by_turns(model, case)
+        found = known("qwen3", torch.float64, seed=seed, algorithm=algorithm, budget=8, rules=rules)
+        got, wanted = _by_tree(found.model, found.case, backend=backend), found.wanted
         _assert_equal(got, wanted, TOLERANCE[torch.float64])
         assert got[1].stats.metrics() == pytest.approx(wanted[1].stats.metrics())
 
 
-@pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(name, marks=SLOW) for name in ("mask", "nodes", "depth_first", "packed"))]
-)
+@pytest.mark.parametrize("backend", ["auto", "mask", "nodes", "depth_first", "packed"])
 @pytest.mark.parametrize("kind", ["gemma2", "softcap", "gptoss", "cohere", "granite"])
-def test_other_architectures(kind: str, backend: str, exact_model: Callable[..., Any], make_rows: MakeRows) -> None:
+def test_other_architectures(kind: str, backend: str, known: Callable[..., Known]) -> None:
     """Soft-capped scores, attention sinks, experts, scaled logits."""
-    model = exact_model(kind, torch.float32)
     for seed in (1, 2):
-        case = _case(model, make_rows(np.random.default_rng(seed)), budget=30)
-        _assert_equal(_by_tree(model, case, backend=backend), _by_turns(model, case), 1e-5)
+        found = known(kind, torch.float32, seed=seed, budget=30)
+        _assert_equal(_by_tree(found.model, found.case, backend=backend), found.wanted, 1e-5)
 
 
 def test_the_cases_hold_what_they_claim(exact_model: Callable[..., Any], make_rows: MakeRows) -> None:
@@ -391,7 +399,7 @@ def forked(exact_model: Callable[..., Any], make_row: Callable[..., Row]) -> tup
     model = exact_model("qwen3", torch.float32)
     rng = np.random.default_rng(1)
     rows = [make_row(rng, path, episode=index % 4, start=6, index=index) for index, path in enumerate(_forked_paths())]
-    case = _case(model, [replace(row, temperature=1.0) for row in rows], seed=3)
+    case = _case(model, [replace(row, temperature=1.0) for row in rows], noise=3)
     plan = TreePlan.of(case.rows)
     assert plan.num_segments == 7
     wanted, _ = _by_turns(model, case)

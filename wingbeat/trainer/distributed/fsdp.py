@@ -36,11 +36,11 @@ from wingbeat.trainer.distributed.shared_rows import SharedRows
 from wingbeat.trainer.distributed.world import RankLost, World, agree
 from wingbeat.trainer.logprobs import LogprobModel
 from wingbeat.trainer.memory import DoesNotFit
+from wingbeat.trainer.optimizer import LOW_PRECISION
 from wingbeat.trainer.row_forwards import Forward
 from wingbeat.trainer.sharding import Sharding
 
 Reshard = Literal["step", "layer"]
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Fsdp(SharedRows):
@@ -145,7 +145,7 @@ class Fsdp(SharedRows):
                 f"{', '.join(sorted(map(str, found)))}; set dtype = 'float32', or train in one process"
             )
         dtype = found.pop()
-        if dtype in _LOW_PRECISION and not has_frozen:
+        if dtype in LOW_PRECISION and not has_frozen:
             return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         return MixedPrecisionPolicy(cast_forward_inputs=False)
 
@@ -218,7 +218,7 @@ def _layers(base: Any) -> Sequence[nn.Module]:
 def _to_masters(module: nn.Module) -> None:
     """Trained weights of low precision become their float32 masters, see :mod:`wingbeat.trainer.optimizer`."""
     for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dtype in _LOW_PRECISION:
+        if parameter.requires_grad and parameter.dtype in LOW_PRECISION:
             parameter.data = parameter.data.float()
 
 

@@ -20,13 +20,10 @@ from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.trainer.distributed.fsdp import Fsdp
 from wingbeat.trainer.distributed.world import Complaint, World, agree
 from wingbeat.trainer.export import export_model
+from wingbeat.trainer.optimizer import COUNT, MASTER, MOMENTS
 from wingbeat.trainer.single import PROGRESS, PolicyTrainer
 from wingbeat.trainer.stored_state import StoredState, WrittenParts, write_part
 from wingbeat.trainer.trainable import load_trainable
-
-_MASTER = "master."
-_MOMENTS = ("exp_avg.", "exp_avg_sq.")
-_COUNT = "step."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +71,13 @@ class RankTrainer(PolicyTrainer):
 
     def published_tensors(self) -> dict[str, Tensor]:
         """On rank 0, on the CPU, as of one process; nothing on the others.  Gathered one at a time."""
-        self._sharding.release()
-        if self._lora is None:
-            return self._gathered(dict(self._model.named_parameters()), dtype=self._dtype)
-        adapter: dict[str, Tensor] = get_peft_model_state_dict(self._model, save_embedding_layers=False)
-        return self._gathered(adapter)
+        tensors, dtype = self._to_publish()
+        return self._gathered(tensors, dtype=dtype)
+
+    @property
+    def published_bytes(self) -> int:
+        tensors, dtype = self._to_publish()
+        return sum(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors.values())
 
     def trained_tensors(self) -> dict[str, Tensor]:
         """On rank 0: the trained parameters by the module's names, in the dtype of an export."""
@@ -110,8 +109,9 @@ class RankTrainer(PolicyTrainer):
         self._sharding.release()
         tensors: dict[str, tuple[Tensor, tuple[int, ...], int]] = {}
         for key, tensor in self._optimizer.state_tensors().items():
-            if not key.startswith(_COUNT):
-                held = self._held[key.split(".", 1)[1]]
+            kind, name = key.split(".", 1)
+            if kind != COUNT:
+                held = self._held[name]
                 tensors[key] = (tensor, held.shape, held.start)
             elif self._world.rank == 0:
                 tensors[key] = (tensor, (), 0)
@@ -126,14 +126,12 @@ class RankTrainer(PolicyTrainer):
         Raises SetupError, changing nothing, if it is of another policy; DamagedCheckpoint where it cannot be read.
         """
         self._check_shapes(stored)
-        tensors: dict[str, Tensor] = {}
+        ranges: dict[str, tuple[int, int]] = {}
         for key, tensor in stored.tensors.items():
-            name = key.split(".", 1)[1]
-            if key.startswith(_COUNT) or name not in self._held:
-                start, stop = 0, tensor.rows
-            else:
-                start, stop = self._held[name].start, self._held[name].stop
-            tensors[key] = stored.read(key, start=start, stop=stop)
+            kind, name = key.split(".", 1)
+            held = None if kind == COUNT else self._held.get(name)
+            ranges[key] = (0, tensor.rows) if held is None else (held.start, held.stop)
+        tensors = stored.read(ranges)
         progress = tensors.pop(PROGRESS, None)
         self._sharding.release()
         self._optimizer.load_state_tensors(tensors)
@@ -142,16 +140,23 @@ class RankTrainer(PolicyTrainer):
 
     def _check_shapes(self, stored: StoredState) -> None:
         for name, held in self._held.items():
-            for prefix in (_MASTER, *_MOMENTS):
-                found = stored.tensors.get(prefix + name)
+            for kind in (MASTER, *MOMENTS):
+                found = stored.tensors.get(f"{kind}.{name}")
                 if found is not None and found.shape != held.shape:
                     raise SetupError(
-                        f"the checkpoint is not of this policy: {prefix + name!r} should be {held.shape}, got "
+                        f"the checkpoint is not of this policy: {f'{kind}.{name}'!r} should be {held.shape}, got "
                         f"{found.shape}; use the model it was made with"
                     )
 
+    def _to_publish(self) -> tuple[Mapping[str, Tensor], torch.dtype | None]:
+        """As this process holds them; and the dtype in which they go out, None: their own."""
+        self._sharding.release()
+        if self._lora is None:
+            return dict(self._model.named_parameters()), self._dtype
+        return get_peft_model_state_dict(self._model, save_embedding_layers=False), None
+
     @torch.no_grad()
-    def _gathered(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def _gathered(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             one: Any = tensor.detach()

@@ -126,8 +126,7 @@ def join(rendezvous: Rendezvous, *, device: str) -> World:
         torch.accelerator.set_device_index(chosen)
         backend = f"cpu:gloo,{chosen.type}:{dist.get_default_backend_for_device(chosen)}"
     if rendezvous.file is not None:
-        # All processes are on this machine: nothing listens on its network.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        stay_on_this_host()
     dist.init_process_group(
         backend,
         store=rendezvous.store(),
@@ -215,8 +214,13 @@ def rank_device(name: str, *, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _loopback() -> str:
-    return next((name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()), "lo0")
+def stay_on_this_host() -> None:
+    """Before processes of one host meet: on the loopback interface only, so that nothing listens on its network."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback is not None:
+            os.environ.setdefault(variable, loopback)
 
 
 def _tensor(data: bytes) -> Tensor:
