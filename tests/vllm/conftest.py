@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]  # `rig`, `harness`: test folders are no packages
 
-from harness import environment  # noqa: E402
+from harness import make_models  # noqa: E402
 from rig import Rig  # noqa: E402
 
 PYTHON = "WINGBEAT_VLLM_PYTHON"
@@ -37,10 +36,7 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models ``tied``, ``untied`` and ``solver`` (see make_models.py)."""
-    folder = tmp_path_factory.mktemp("models")
-    command = [sys.executable, str(HERE / "make_models.py"), str(folder)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)
-    return folder
+    return make_models(HERE / "make_models.py", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

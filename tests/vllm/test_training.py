@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import environment, train_config
+from harness import cli, train_config
 
 STEPS = 4
 
@@ -21,8 +19,7 @@ def test_a_tiny_model_is_trained_end_to_end(vllm_python: str, vllm_models: Path,
     }
     config = tmp_path / "config.toml"
     config.write_text(train_config(tmp_path, vllm_models, **settings), encoding="utf-8")
-    command = [sys.executable, "-m", "wingbeat.cli", "train", str(config)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = cli("train", str(config), timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

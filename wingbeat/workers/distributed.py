@@ -81,8 +81,8 @@ class DistributedTrainer:
         return self._own.kind
 
     @property
-    def world_size(self) -> int:
-        return self._world.size
+    def published_bytes(self) -> int:
+        return self._own.published_bytes
 
     def train_step(self, batch: TrainingBatch) -> StepResult:
         result: StepResult = self._together(Train(batch))

@@ -8,7 +8,6 @@ is a second model beside the live one.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ from wingbeat.workers.backends import build_backend
 from wingbeat.workers.hosting import Backend, ModelHost
 from wingbeat.workers.kv_moves import submit_with_kv, take_kv
 from wingbeat.workers.link import Connected, Disconnected, DrainAsked, Inbound
-from wingbeat.workers.main import TOLD_TO_END, WorkerArguments, run_worker
+from wingbeat.workers.main import TOLD_TO_END, WorkerArguments, end_with, run_worker
 from wingbeat.workers.models import ModelFolders
 from wingbeat.workers.pulls import Pulls
 from wingbeat.workers.receiving import Prepares, Receiving, WeightsReceived
@@ -407,8 +406,7 @@ def main() -> None:
     try:
         relay = RelayServer(arguments.relay, dial=arguments.url) if arguments.relay else None
     except SetupError as error:
-        sys.stderr.write(f"error: {error.message}\n")
-        sys.exit(error.exit_code)
+        end_with(error)
     of_its_own: dict[str, Any] = {"tensor_parallel": arguments.tensor_parallel}
     if arguments.device is not None:
         of_its_own["device"] = arguments.device

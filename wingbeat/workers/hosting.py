@@ -6,10 +6,12 @@ weights between steps.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from wingbeat.core.config import EngineConfig
@@ -79,13 +81,19 @@ def engine_options(config: EngineConfig, *, context_tokens: int | None) -> Engin
 
 
 class EmbeddedHost:
-    """A model on the embedded engine, and the merger that keeps LoRA bases."""
+    """A model on the embedded engine, in one process or in several."""
 
-    def __init__(self, engine: EmbeddedEngine, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        tensors: Callable[[Manifest, Received], Mapping[str, Tensor]],
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``tensors``: what the engine takes of received weights; ``close`` frees what does not go with this object."""
         self._engine = engine
-        self._model = model
-        self._merger: AdapterMerger | None = None
-        self._lineage = 0
+        self._tensors = tensors
+        self.close = close
         self.submit = engine.submit
         self.abort = engine.abort
         self.has_work = engine.has_work
@@ -101,22 +109,31 @@ class EmbeddedHost:
 
     @property
     def lineage(self) -> int:
-        return self._lineage
+        return self._engine.lineage
 
     def serve(self, manifest: Manifest, weights: Received | None) -> None:
-        if weights is None:
-            return
-        if manifest.adapter is None:
-            self._engine.update_weights(weights.tensors, policy_version=manifest.version, lineage=manifest.lineage)
-        else:
-            if self._merger is None:
-                self._merger = AdapterMerger(self._model, adapter=manifest.adapter)
-            merged = self._merger.merge(weights.tensors)
-            self._engine.update_weights(merged, policy_version=manifest.version, partial=True, lineage=manifest.lineage)
-        self._lineage = manifest.lineage
+        if weights is not None:
+            self._engine.update_weights(
+                self._tensors(manifest, weights),
+                policy_version=manifest.version,
+                partial=manifest.adapter is not None,
+                lineage=manifest.lineage,
+            )
 
-    def close(self) -> None:
-        """Its tensors go with it."""
+
+class WholeWeights:
+    """Received weights as a model that is whole in this process takes them; adapters are merged onto its base."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._merger: AdapterMerger | None = None
+
+    def tensors(self, manifest: Manifest, weights: Received) -> Mapping[str, Tensor]:
+        if manifest.adapter is None:
+            return weights.tensors
+        if self._merger is None:
+            self._merger = AdapterMerger(self._model, adapter=manifest.adapter)
+        return self._merger.merge(weights.tensors)
 
 
 class EmbeddedBackend:
@@ -125,7 +142,7 @@ class EmbeddedBackend:
     def __init__(self, config: EngineConfig, *, seed: int) -> None:
         self._config = config
         self._seed = seed
-        self._grammars: dict[Path, GrammarCompiler] = {}
+        self._grammars = cache(GrammarCompiler)
         """By model folder: a live policy and its pinned versions have one tokenizer."""
         self._shared: dict[str, SharedEngine] = {}
         """By group of policies (``lora.group``)."""
@@ -134,7 +151,8 @@ class EmbeddedBackend:
         lora = spec.config.get("lora")
         group = lora and lora.get("group")
         if not group:
-            return EmbeddedHost(*self._engine(spec, context_tokens=spec.context_tokens))
+            engine, model = self._engine(spec, context_tokens=spec.context_tokens)
+            return EmbeddedHost(engine, WholeWeights(model).tensors)
         shared = self._shared.get(group)
         if shared is None:
             # None of its policies says how long the contexts of the others are.
@@ -147,8 +165,9 @@ class EmbeddedBackend:
         dtype = getattr(torch, spec.config["dtype"])
         loaded = load_model(spec.model, dtype=dtype, device=device)
         options = engine_options(self._config, context_tokens=context_tokens)
-        grammars = self._grammars.setdefault(loaded.folder, GrammarCompiler(loaded.folder))
-        engine = EmbeddedEngine(loaded.model, config=options, grammars=grammars, device=device, seed=self._seed)
+        engine = EmbeddedEngine(
+            loaded.model, config=options, grammars=self._grammars(loaded.folder), device=device, seed=self._seed
+        )
         return engine, loaded.model
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -120,15 +120,19 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Build, *, relay_ur
         compute.run(link.receive)
     except SetupError as error:  # starting it again would not help: the supervisor passes its words on
         logger.exception("%s cannot work", arguments.worker_id)
-        sys.stderr.write(f"error: {' '.join(error.message.split())}\n")
-        sys.exit(error.exit_code)
+        end_with(error)
     finally:
         link.close()
     if link.failed:
         if arguments.drain_s is not None and link.error is not None:  # nobody but its user starts it again
-            sys.stderr.write(f"error: {' '.join(link.error.message.split())}\n")
-            sys.exit(link.error.exit_code)
+            end_with(link.error)
         sys.exit(1)
+
+
+def end_with(error: SetupError) -> NoReturn:
+    """End this process, with words on one line that whoever started it passes on."""
+    sys.stderr.write(f"error: {' '.join(error.message.split())}\n")
+    sys.exit(error.exit_code)
 
 
 def _stop_on_signals(link: WorkerLink) -> None:

@@ -11,7 +11,6 @@ from them before the first version of a fully trained policy replaces them.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 
 from wingbeat.core.errors import SetupError
+from wingbeat.core.files import sha256_of
 from wingbeat.core.model_files import SUFFIXES, fingerprint
 from wingbeat.core.tls import client_context
 from wingbeat.core.worker_protocol import PolicySpec
@@ -126,7 +126,7 @@ class ModelFolders:
                     self._continue(f"/worker/v1/models/{policy}/{name}", path)
                 if _size(path) < size:
                     raise ConnectionError("the connection broke off")
-                if _sha256(path) == file["sha256"]:
+                if sha256_of(path) == file["sha256"]:
                     return
                 path.unlink()
                 fault = "its bytes are others than the server promised"
@@ -189,11 +189,6 @@ def _check_room(folder: Path, needed: int) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,10 @@ from safetensors import SafetensorError
 
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.errors import SetupError, UnavailableError, WingbeatError
+from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.trainer.distributed.rank import RankTrainer
-from wingbeat.trainer.distributed.world import RankLost, Rendezvous, World
+from wingbeat.trainer.distributed.world import RankLost, Rendezvous, World, join
 from wingbeat.trainer.memory import free_garbage
 from wingbeat.trainer.stored_state import StoredState, WrittenParts
 
@@ -133,6 +135,35 @@ class Rank:
             world=self._world,
             dtype=getattr(torch, config.dtype),
         )
+
+
+def run_rank(rank: int | None, size: int | None, *, meeting: Path | None, device: str, threads: int) -> NoReturn:
+    """The whole life of every rank but the first; without a ``meeting``, the environment says what is None."""
+    keep_exit_code()
+    try:
+        rendezvous = _rendezvous(rank, size, meeting=meeting)
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rendezvous.rank} %(levelname)s %(message)s")
+        end_with_supervisor(grace_s=0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+        torch.set_num_threads(threads)
+        torch.set_num_interop_threads(1)
+        one = Rank(join(rendezvous, device=device))
+    except SetupError as error:
+        end_process(error.message, code=error.exit_code)
+    try:
+        one.serve()
+    except RankLost as error:
+        end_process(str(error), code=error.exit_code)
+    except RuntimeError:
+        logger.exception("this rank is lost, or the others are")
+        end_process("the processes of this policy are no longer together", code=1)
+
+
+def _rendezvous(rank: int | None, size: int | None, *, meeting: Path | None) -> Rendezvous:
+    if meeting is not None and rank is not None and size is not None:
+        return Rendezvous(rank=rank, size=size, local_rank=rank, file=meeting)
+    said = {"RANK": rank, "WORLD_SIZE": size}
+    return rendezvous_of({**os.environ, **{name: str(value) for name, value in said.items() if value is not None}})
 
 
 def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:

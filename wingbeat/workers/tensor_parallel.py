@@ -21,8 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,15 +31,16 @@ from transformers import PreTrainedModel
 
 from wingbeat.core.config import EngineConfig
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import without_keys
 from wingbeat.core.lifeline import LIFELINE_VARIABLE, end_with_supervisor
-from wingbeat.core.worker_protocol import Manifest, PolicySpec
+from wingbeat.core.worker_protocol import PolicySpec
 from wingbeat.engines.embedded import EmbeddedEngine, GrammarCompiler
 from wingbeat.engines.embedded.parallel import shard_model
 from wingbeat.engines.embedded.parallel_commands import Close, Load, Peers, Pipe
 from wingbeat.engines.embedded.parallel_runner import Follower, LeadRunner
+from wingbeat.trainer.distributed.world import stay_on_this_host
 from wingbeat.trainer.models import load_model, resolve_model
-from wingbeat.weights.receive import Received
-from wingbeat.workers.hosting import engine_options
+from wingbeat.workers.hosting import EmbeddedHost, engine_options
 from wingbeat.workers.main import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -74,13 +74,12 @@ class RankGroup:
         size: int,
         *,
         device: torch.device,
-        threads: int | None = None,
         on_death: Callable[[int, int], None] = end_worker,
     ) -> None:
         self.device = rank_device(device, rank=0, size=size)
         self._on_death = on_death
         self._closing = False
-        _stay_on_this_host()
+        stay_on_this_host()
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
@@ -93,19 +92,13 @@ class RankGroup:
         pipes: list[Pipe] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, size):
-            process, pipe = _start_rank(
-                rank, size=size, port=port, device=device, threads=threads or torch.get_num_threads()
-            )
+            process, pipe = _start_rank(rank, size=size, port=port, device=device)
             self._processes.append(process)
             pipes.append(pipe)
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         self._pipes = pipes
         self.peers = Peers(pipes)
         _join(store, rank=0, size=size, device=self.device)
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def close(self) -> None:
         """End the other ranks; no model of theirs may be used any more."""
@@ -117,7 +110,8 @@ class RankGroup:
                 code = process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                code = process.wait() and 0
+                process.wait()
+                code = 0
             assert process.stdin is not None
             process.stdin.close()
             if code:  # it had died already, and its end is why we close
@@ -146,28 +140,17 @@ def rank_device(base: torch.device, *, rank: int, size: int) -> torch.device:
     return torch.device(base.type, first + rank)
 
 
-def _stay_on_this_host() -> None:
-    """All ranks are on one host: let them meet on the loopback interface only."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if loopback is not None:
-            os.environ.setdefault(variable, loopback)
-
-
-def _start_rank(
-    rank: int, *, size: int, port: int, device: torch.device, threads: int
-) -> tuple[subprocess.Popen[bytes], Pipe]:
+def _start_rank(rank: int, *, size: int, port: int, device: torch.device) -> tuple[subprocess.Popen[bytes], Pipe]:
     command_read, command_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    arguments = {"rank": rank, "size": size, "port": port, "device": device, "threads": threads}
+    arguments = {"rank": rank, "size": size, "port": port, "device": device, "threads": torch.get_num_threads()}
     arguments |= {"commands": command_read, "replies": reply_write}
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]
         + [f"--{name}={value}" for name, value in arguments.items()],
         stdin=subprocess.PIPE,
         pass_fds=(command_read, reply_write),
-        env={**os.environ, LIFELINE_VARIABLE: "1"},
+        env=without_keys(os.environ) | {LIFELINE_VARIABLE: "1"},
     )
     os.close(command_read)
     os.close(reply_write)
@@ -189,41 +172,6 @@ def _join(store: TCPStore, *, rank: int, size: int, device: torch.device) -> Non
     )
 
 
-class ParallelHost:
-    """A model that the embedded engine runs over several processes."""
-
-    def __init__(self, engine: EmbeddedEngine, runner: LeadRunner) -> None:
-        self._engine = engine
-        self._runner = runner
-        self.submit = engine.submit
-        self.abort = engine.abort
-        self.has_work = engine.has_work
-        self.step = engine.step
-        self.stats = engine.stats
-        self.kv_bytes = engine.kv_bytes
-        self.export_kv = engine.export_kv
-        self.import_kv = engine.import_kv
-
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    @property
-    def lineage(self) -> int:
-        return self._engine.lineage
-
-    def serve(self, manifest: Manifest, weights: Received | None) -> None:
-        if weights is None:
-            return
-        own = self._runner.prepare_weights(weights.path, manifest.adapter)
-        self._engine.update_weights(
-            own, policy_version=manifest.version, partial=manifest.adapter is not None, lineage=manifest.lineage
-        )
-
-    def close(self) -> None:
-        self._runner.close()
-
-
 class ParallelBackend:
     """Models on the embedded engine over ``engine.tensor_parallel`` processes, of which this is the first."""
 
@@ -233,13 +181,9 @@ class ParallelBackend:
         self._size = config.tensor_parallel
         self._ranks = RankGroup(self._size, device=resolve_device(config.device))
         self._numbers = itertools.count()
-        self._grammars: dict[Path, GrammarCompiler] = {}
+        self._grammars = cache(GrammarCompiler)
 
-    @property
-    def ranks(self) -> RankGroup:
-        return self._ranks
-
-    def load(self, spec: PolicySpec, *, pinned: bool = False) -> ParallelHost:
+    def load(self, spec: PolicySpec, *, pinned: bool = False) -> EmbeddedHost:
         """Every rank reads the folder and keeps its slices.  Raises ModelSourceError where it cannot be split."""
         folder, dtype, peers = resolve_model(spec.model), spec.config["dtype"], self._ranks.peers
         number = next(self._numbers)
@@ -250,7 +194,7 @@ class ParallelBackend:
             engine = EmbeddedEngine(
                 model,
                 config=engine_options(self._config, context_tokens=spec.context_tokens),
-                grammars=self._grammars.setdefault(folder, GrammarCompiler(folder)),
+                grammars=self._grammars(folder),
                 device=self._ranks.device,
                 seed=self._seed,
                 make_runner=partial(LeadRunner, shards=shards, peers=peers, number=number),
@@ -260,7 +204,11 @@ class ParallelBackend:
             raise
         runner = engine.runner
         assert isinstance(runner, LeadRunner)
-        return ParallelHost(engine, runner)
+        return EmbeddedHost(
+            engine,
+            lambda manifest, weights: runner.prepare_weights(weights.path, manifest.adapter),
+            close=runner.close,
+        )
 
     def close(self) -> None:
         self._ranks.close()

@@ -212,8 +212,7 @@ class TrainerWorker:
         )
         report = checkpoints.load_latest(trainer)
         lineage = report.lineage
-        version_bytes = sum(tensor.nbytes for tensor in trainer.published_tensors().values())
-        folder = run_weights_dir(welcome.run_dir, min_free_bytes=VERSIONS_HELD * version_bytes)
+        folder = run_weights_dir(welcome.run_dir, min_free_bytes=VERSIONS_HELD * trainer.published_bytes)
         chain = WeightsConfig.model_validate(welcome.weights).delta_chain
         publisher = WeightPublisher(folder, host_id=self._host_id, policy=spec.name, delta_chain=chain)
         publishing = OverlappedPublisher(
@@ -274,7 +273,7 @@ class TrainerWorker:
             Version(
                 version=hosted.trainer.step,
                 lineage=hosted.lineage,
-                kind="full" if lora is None else "adapter",
+                kind=hosted.trainer.kind,
                 base_model=hosted.spec.model,
                 adapter=None if lora is None else AdapterInfo(rank=lora.rank, alpha=lora.alpha),
                 delta=delta,

@@ -16,19 +16,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from wingbeat.core.errors import SetupError
 from wingbeat.core.lifeline import LIFELINE_VARIABLE, end_with_supervisor
-from wingbeat.trainer.distributed.world import RankLost, Rendezvous, join
-from wingbeat.workers.ranks import Rank, end_process, keep_exit_code, rendezvous_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,45 +48,23 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rendezvous(given: argparse.Namespace) -> Rendezvous:
-    if given.meeting is not None:
-        return Rendezvous(rank=given.rank, size=given.world_size, local_rank=given.rank, file=given.meeting)
-    said = {"RANK": given.rank, "WORLD_SIZE": given.world_size}
-    return rendezvous_of({**os.environ, **{name: str(value) for name, value in said.items() if value is not None}})
-
-
 def main() -> None:
     """Entry point of the process."""
-    keep_exit_code()
     given = _arguments()
-    try:
-        rendezvous = _rendezvous(given)
-    except SetupError as error:
-        end_process(error.message, code=error.exit_code)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rendezvous.rank} %(levelname)s %(message)s")
-    end_with_supervisor(grace_s=0)
     if given.stay:
-        _stay()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-    torch.set_num_threads(given.threads)
-    torch.set_num_interop_threads(1)
-    try:
-        rank = Rank(join(rendezvous, device=given.device))
-    except SetupError as error:
-        end_process(error.message, code=error.exit_code)
-    try:
-        rank.serve()
-    except RankLost as error:
-        end_process(str(error), code=error.exit_code)
-    except RuntimeError:
-        logger.exception("this rank is lost, or the others are")
-        end_process("the processes of this policy are no longer together", code=1)
+        _stay(given.rank)
+    from wingbeat.workers.ranks import run_rank  # here: it loads torch, which a process that only stays must not hold
+
+    run_rank(given.rank, given.world_size, meeting=given.meeting, device=given.device, threads=given.threads)
 
 
-def _stay() -> NoReturn:
+def _stay(rank: int | None) -> NoReturn:
     """A process of its own for each trainer: however one ends, nothing of its memory or connections is left."""
+    name = os.environ.get("RANK") if rank is None else rank
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {name} %(levelname)s %(message)s")
+    end_with_supervisor(grace_s=0)
     command = [sys.executable, "-m", "wingbeat.workers.trainer_ranks", *(a for a in sys.argv[1:] if a != "--stay")]
-    environment = {**os.environ, LIFELINE_VARIABLE: "1"}  # it ends with us
+    environment = os.environ | {LIFELINE_VARIABLE: "1"}  # it ends with us
     while True:
         code = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment).wait()
         if code == SetupError.exit_code:

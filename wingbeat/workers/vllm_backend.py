@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ class VllmBackend:
         self._scratch = Path(tempfile.mkdtemp(prefix="wingbeat-adapters-"))
         self._servers: dict[str, Shared] = {}
         self._embedded = EmbeddedBackend(config, seed=welcome.seed)
-        self._grammars: dict[Path, GrammarCompiler] = {}
+        self._grammars = cache(GrammarCompiler)
         self._numbers = itertools.count()
 
     def load(self, spec: PolicySpec, *, pinned: bool = False) -> ModelHost:
@@ -250,7 +251,6 @@ class VllmBackend:
             server = RunningServer(self._config.vllm.url)
         else:
             server = OwnServer(server_spec, log=self._log(key))
-        grammars = self._grammars.setdefault(folder, GrammarCompiler(folder))
         settings = EngineSettings(
             context_tokens=server_spec.context_tokens,
             vocabulary=config.vocab_size,
@@ -260,7 +260,7 @@ class VllmBackend:
             start_timeout_s=self._config.vllm.start_timeout_s,
             parallelism=server_spec.tensor_parallel,
         )
-        engine = VllmEngine(server, settings=settings, grammars=grammars, end_token=end_token_of(folder))
+        engine = VllmEngine(server, settings=settings, grammars=self._grammars(folder), end_token=end_token_of(folder))
         try:
             engine.start()
         except BaseException:
@@ -317,12 +317,10 @@ class VllmBackend:
 
 def end_token_of(folder: Path) -> Callable[[], int | None]:
     """The end-of-text token of a model's tokenizer, read when it is first asked for."""
-    found: list[int | None] = []
 
+    @cache
     def end_token() -> int | None:
-        if not found:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            found.append(tokenizer.eos_token_id)
-        return found[0]
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return tokenizer.eos_token_id
 
     return end_token

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from wingbeat.core.config import EngineConfig, PolicyConfig
+from wingbeat.core.keys import WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import ORPHANED_EXIT
 from wingbeat.core.types import FinishReason
 from wingbeat.core.worker_protocol import (
@@ -148,6 +149,7 @@ def ranks() -> Iterator[tuple[list[RankGroup], Deaths]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_parallel, "RankGroup", Watched)
+        patch.setenv(WORKER_KEY_VARIABLE, "secret")
         yield groups, deaths
 
 
@@ -326,9 +328,10 @@ def test_a_rank_ends_with_its_worker_and_one_that_ends_is_noticed(
 ) -> None:
     """The system closes the pipes of a worker that dies; here it lives on and sees the rank's end.  The last test."""
     (group,), deaths = ranks
-    stdin = group._processes[0].stdin  # pyright: ignore[reportPrivateUsage] - what nobody but the worker holds
-    assert stdin is not None and deaths.empty()
-    stdin.close()
+    process = group._processes[0]  # pyright: ignore[reportPrivateUsage] - its stdin is what nobody but the worker holds
+    assert b"secret" not in Path(f"/proc/{process.pid}/environ").read_bytes(), "a rank needs no key"
+    assert process.stdin is not None and deaths.empty()
+    process.stdin.close()
     assert deaths.get(timeout=60) == (1, ORPHANED_EXIT)
 
 

@@ -6,17 +6,16 @@ import queue
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from trainer_play import Driver, training_step
 
 from wingbeat.core.config import PolicyConfig
-from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
+from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
@@ -31,116 +30,34 @@ from wingbeat.core.worker_protocol import (
     StepDone,
     TrainerReady,
     TrainStep,
-    Welcome,
     WorkerMessage,
 )
-from wingbeat.environments.calculator.tokenizer import build_tokenizer, write_tokenizer
 from wingbeat.weights.publish import WeightPublisher
 from wingbeat.workers.link import Connected, Inbound
-from wingbeat.workers.trainer import TrainerWorker
 
 Disk = namedtuple("Disk", "total used free")
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> PolicySpec:
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=build_tokenizer().get_vocab_size(),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+def spec(tiny_model: Path) -> PolicySpec:
     policy = PolicyConfig.model_validate(
-        {"model": str(folder), "context_tokens": 64, "trainer": {"learning_rate": 1e-2, "device": "cpu"}}
+        {"model": str(tiny_model), "context_tokens": 64, "trainer": {"learning_rate": 1e-2, "device": "cpu"}}
     )
-    return PolicySpec("solver", str(folder), 64, policy.model_dump(mode="json"))
+    return PolicySpec("solver", str(tiny_model), 64, policy.model_dump(mode="json"))
 
 
-def batch(step: int, *, lineage: int = 0) -> TrainStep:
-    """Two episodes of a group, of rewards 0 and 1."""
-    rng = np.random.default_rng(step)
-    episodes: list[EpisodeSamples] = []
-    for member in range(2):
-        sample = TrainingSample.build(
-            f"{step}-{member}",
-            token_ids=rng.integers(0, 96, 6).astype(np.int32),
-            sampled=np.array([0, 0, 1, 1, 1, 1], np.uint8),
-            sampling_logprobs=np.array([0, 0, -4, -4, -4, -4], np.float32),
-            versions=np.array([-1, -1, *[step - 1] * 4], np.int32),
-        )
-        episodes.append(EpisodeSamples(f"{step}-{member}", 1, f"g{step}", "solver", "", float(member), (sample,)))
-    name = f"solver-{lineage}.{step}" if lineage else f"solver-{step}"
-    return TrainStep(TrainingBatch(name, "solver", step, tuple(episodes), seed=step, lineage=lineage))
-
-
-Turn = list[Inbound] | Inbound | Callable[[], list[Inbound] | Inbound]
-
-
-class Driver:
-    """Plays a script to a worker of a run, one entry per time that it listens and publishes nothing."""
-
-    def __init__(self, spec: PolicySpec, run_dir: Path) -> None:
-        self.sent: list[WorkerMessage] = []
-        self.slept: list[float] = []
-        self.on_sleep: Callable[[], None] = lambda: None
-        self.own: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
-        """What the worker tells itself."""
-        self.worker = TrainerWorker(
-            "host", lambda *messages: self.sent.extend(messages), self.own.put, sleep=self._sleep
-        )
-        self._welcome = Connected(Welcome("trainer", 1.0, (spec,), str(run_dir), seed=1, total_steps=10))
-
-    def _sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.on_sleep()
-
-    def play(self, *script: Turn) -> None:
-        turns = iter([self._welcome, *script, Shutdown()])
-
-        def receive(*, block: bool) -> list[Inbound]:
-            if self.is_publishing:
-                return [self.own.get(timeout=20)] if block else []
-            turn = next(turns) if block else []
-            turn = turn() if callable(turn) else turn
-            return turn if isinstance(turn, list) else [turn]
-
-        self.worker.run(receive)
-
-    @property
-    def is_publishing(self) -> bool:
-        return not self.own.empty() or any(hosted.publishing.is_busy for hosted in self.worker._hosted.values())
-
-    def published(self, *steps: int) -> list[Published]:
-        return [message for message in self.of(Published) if message.step in steps]
-
-    def files(self) -> list[Path]:
-        """The weights that are there."""
-        return sorted(Path(self.of(TrainerReady)[0].manifest.path).parent.iterdir())
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
+batch = partial(training_step, "solver")
 
 
 @pytest.fixture
 def driver(spec: PolicySpec, tmp_path: Path) -> Driver:
-    return Driver(spec, tmp_path)
+    return Driver(tmp_path, spec)
 
 
 @pytest.fixture
 def again(spec: PolicySpec, tmp_path: Path) -> Driver:
     """The next process of the same run."""
-    return Driver(spec, tmp_path)
+    return Driver(tmp_path, spec)
 
 
 def test_a_checkpoint_remembers_its_lineage(driver: Driver, again: Driver) -> None:
@@ -256,7 +173,7 @@ def test_a_replay_publishes_its_last_step_only(driver: Driver, again: Driver) ->
 
 
 def test_a_control_that_comes_in_the_middle_of_a_replay_is_told_of_published_weights(driver: Driver) -> None:
-    driver.play(TrainStep(batch(1).batch, replay=True, publish=False), driver._welcome, driver._welcome)
+    driver.play(TrainStep(batch(1).batch, replay=True, publish=False), driver.welcome, driver.welcome)
     assert [(m.step, m.manifest.version) for m in driver.of(TrainerReady)] == [(0, 0), (1, 1), (1, 1)]
     assert [m.step for m in driver.of(StepDone)] == [1, 1, 1]  # said again
     assert [m.step for m in driver.of(Published)] == [0, 1, 1, 1]
@@ -266,7 +183,7 @@ def test_a_failed_step_is_never_published(driver: Driver) -> None:
     """What a trainer holds then may be half a step: asked where it stands, it goes back."""
     nothing = TrainStep(TrainingBatch("solver-2", "solver", 2, (), seed=3), replay=True)
     first = TrainStep(batch(1).batch, replay=True, publish=False)
-    driver.play([first, nothing], driver._welcome)
+    driver.play([first, nothing], driver.welcome)
     fresh, back = driver.of(TrainerReady)
     assert (back.step, back.manifest.checksum) == (0, fresh.manifest.checksum)
     assert {message.step for message in driver.of(Published)} == {0}
@@ -347,6 +264,6 @@ def test_what_is_published_is_brought_to_a_control_of_another_host(
         return True
 
     driver.worker._carry = carry
-    driver._welcome = Connected(msgspec.structs.replace(driver._welcome.welcome, host_id=control))
+    driver.welcome = Connected(msgspec.structs.replace(driver.welcome.welcome, host_id=control))
     driver.play(batch(1))
     assert found == carried and driver.published(1)

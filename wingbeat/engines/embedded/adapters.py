@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from wingbeat.core.errors import ModelSourceError
 from wingbeat.core.worker_protocol import AdapterInfo
 from wingbeat.engines.embedded.lora import adapter_pairs
+from wingbeat.engines.embedded.probe import Passing
 
 ALONE_TOKENS = 48
 """Tokens of one adapter in a step from which it is computed by itself: below, the further calls cost more."""
@@ -288,26 +289,6 @@ def _longer(tensor: Tensor, length: int) -> Tensor:
     return grown
 
 
-class _Passing:
-    """The KV of a forward whose values do not matter: every token attends to itself."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Tensor] = {}
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._values[layer_idx] = value_states
-        return key_states, value_states
-
-    def attend(self, layer: int, query_1HTD: Tensor, *, scaling: float | None, extra: dict[str, Any]) -> Tensor:
-        value_1KTD = self._values[layer]
-        return value_1KTD.repeat_interleave(query_1HTD.shape[1] // value_1KTD.shape[1], dim=1).transpose(1, 2)
-
-
 def _check_calls(model: Any, modules: Mapping[str, nn.Module], *, device: torch.device) -> None:
     """Refuse modules that do not see all tokens of a step once, in order: experts, for example.
 
@@ -321,7 +302,7 @@ def _check_calls(model: Any, modules: Mapping[str, nn.Module], *, device: torch.
 
     hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
     places_1T = torch.arange(PROBE_TOKENS, device=device)[None]
-    step = _Passing()
+    step = Passing()
     try:
         model(
             input_ids=places_1T % model.get_input_embeddings().num_embeddings,

@@ -166,11 +166,6 @@ class Peers:
         self._pipes = pipes
         self._held = bytearray()
 
-    @property
-    def size(self) -> int:
-        """Ranks, this one included."""
-        return len(self._pipes) + 1
-
     def tell(self, command: Command, *, later: bool = False) -> None:
         """Send a command; ``later`` may wait for the next one, as what does not return anything can."""
         self._held += frame(command)

@@ -71,7 +71,7 @@ class ShardRunner(ModelRunner):
         Raises ModelSourceError where they do not fit, and VersionGone or UnavailableError where the file does not.
         """
         try:
-            tensors = self._read_adapter(path) if adapter is not None else self._read_slices(path)
+            tensors = self._read_adapter(path) if adapter is not None else self._read_model(path)
         except FileNotFoundError:
             raise VersionGone(f"{path}: no such file, the version was released; load the live version") from None
         except (SafetensorError, OSError) as error:
@@ -83,34 +83,23 @@ class ShardRunner(ModelRunner):
         check_weights(self.model, tensors, partial=adapter is not None)
         return tensors
 
-    def _read_slices(self, path: Path) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                part = self.shards.parts.get(name)
-                if part is None:
-                    found[name] = file.get_tensor(name)
-                    continue
-                whole = file.get_slice(name)
-                shape = whole.get_shape()
-                part.check(name, shape)
-                index = [slice(None)] * len(shape)
-                pieces: list[Tensor] = []
-                for start, stop in part.ranges:
-                    index[part.dim] = slice(start, stop)
-                    pieces.append(whole[tuple(index)])
-                found[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
-        return found
+    def _read_model(self, path: Path) -> dict[str, Tensor]:
+        return {name: self.shards.local(name, full) for name, full in _mapped(path).items()}
 
     def _read_adapter(self, path: Path) -> dict[str, Tensor]:
-        with safe_open(path, framework="pt") as file:
-            found: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = _mapped(path)
         for name_a in [name for name in found if name.endswith(SUFFIX_A)]:
             module = name_a[len(PREFIX) : -len(SUFFIX_A)]
             name_b = f"{PREFIX}{module}{SUFFIX_B}"
             if name_b in found:
                 found[name_a], found[name_b] = self.shards.local_adapter(module, found[name_a], found[name_b])
         return found
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The whole tensors of a file where they lie: what is not looked at is not read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 class LeadRunner(ShardRunner):
@@ -162,7 +151,7 @@ class LeadRunner(ShardRunner):
     def write_kv(self, start: int, kv: Sequence[LayerKV]) -> None:
         tokens = kv[0][0].shape[1]
         self._peers.tell(WriteKv(self._number, start, tokens))
-        self.put_kv(start, [(self._spread(k), self._spread(v)) for k, v in kv])
+        super().write_kv(start, [(self._spread(k), self._spread(v)) for k, v in kv])
 
     def close(self) -> None:
         """The other ranks forget the model; one that is gone has."""
@@ -253,7 +242,7 @@ class Follower:
                     for own in pair:
                         gather_heads(own, runner.shards)
             case WriteKv(start=start, tokens=tokens):
-                runner.put_kv(start, self._received(runner, tokens))
+                runner.write_kv(start, self._received(runner, tokens))
             case _:
                 hosted = self._hosted[command.model]
                 assert isinstance(command, Commit) and hosted.prepared is not None, f"{command} was not prepared"

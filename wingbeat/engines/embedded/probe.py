@@ -63,12 +63,12 @@ TESTED = (
 what they hand to their attention."""
 
 
-class _Probe:
-    """An :class:`AttentionStep` that records what each layer asks for; one token attends to itself only."""
+class Passing:
+    """An :class:`AttentionStep` of a forward whose result does not matter: every token attends to itself only."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[Tensor, Tensor]] = {}
-        self.layers: dict[int, LayerSpec] = {}
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values by layer."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -76,8 +76,20 @@ class _Probe:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.shapes[layer_idx] = (key_states, value_states)
+        self.given[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+    def attend(self, layer: int, query_1HTD: Tensor, *, scaling: float | None, extra: dict[str, Any]) -> Tensor:
+        value_1KTD = self.given[layer][1]
+        return value_1KTD.repeat_interleave(query_1HTD.shape[1] // value_1KTD.shape[1], dim=1).transpose(1, 2)
+
+
+class _Probe(Passing):
+    """Records what each layer asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[int, LayerSpec] = {}
 
     def attend(self, layer: int, query_1HTD: Tensor, *, scaling: float | None, extra: dict[str, Any]) -> Tensor:
         unknown = sorted(k for k, v in extra.items() if k not in HONOURED and v is not None and v is not False)
@@ -85,14 +97,13 @@ class _Probe:
             raise ModelSourceError(f"attention uses {', '.join(unknown)}, which cannot be honoured")
         if extra.get("is_causal") is False:
             raise ModelSourceError("attention is bidirectional, and only causal models can be sampled")
-        if layer not in self.shapes or layer in self.layers:
+        if layer not in self.given or layer in self.layers:
             raise ModelSourceError(f"attention layer {layer} shares another layer's KV")
-        key, value = self.shapes[layer]
-        heads = query_1HTD.shape[1]
+        key, value = self.given[layer]
         self.layers[layer] = LayerSpec(
             key.shape[1], key.shape[3], value.shape[3], extra.get("sliding_window"), key.dtype
         )
-        return value.repeat_interleave(heads // value.shape[1], dim=1).transpose(1, 2)
+        return super().attend(layer, query_1HTD, scaling=scaling, extra=extra)
 
 
 @torch.inference_mode()

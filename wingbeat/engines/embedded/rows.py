@@ -28,10 +28,7 @@ class Row:
     tokens: list[int]
     cache_key: str
     epoch: int
-    owned: bool = True
     computed: int = 0
-    used: int = 0
-    """Tick of release, for least-recently-used eviction."""
     adapter: str = ""
     """Whose weights compute it; "": the model's own."""
 
@@ -62,7 +59,6 @@ class RowTable:
         self._mover = mover
         self._idle: list[Row] = []
         self._owned: list[Row] = []
-        self._tick = 0
         self.epoch = 0
         """Weight updates so far."""
         self._updated: dict[str, int] = {}
@@ -117,7 +113,7 @@ class RowTable:
     def take(self, row: Row, *, tokens: list[int], keep: int, cache_key: str) -> None:
         """Hand an idle row to a request that shares its first ``keep`` tokens."""
         self._idle.remove(row)
-        row.tokens, row.computed, row.cache_key, row.owned = tokens, keep, cache_key, True
+        row.tokens, row.computed, row.cache_key = tokens, keep, cache_key
         self._owned.append(row)
 
     def create(
@@ -139,9 +135,7 @@ class RowTable:
         extent = self._allocate(len(tokens), protect=None)
         if extent is None:
             return None
-        row = Row(extent, list(tokens), cache_key, self.current(), owned=False, computed=len(tokens))
-        self._tick += 1
-        row.used = self._tick
+        row = Row(extent, list(tokens), cache_key, self.current(), computed=len(tokens))
         self._idle.append(row)
         return row
 
@@ -169,13 +163,10 @@ class RowTable:
     def release(self, row: Row, *, reusable: bool = True) -> None:
         """Its request is done with it: keep the KV for others, or drop it if it must not be shared."""
         self._owned.remove(row)
-        row.owned = False
         if not reusable or row.epoch != self.current(row.adapter) or row.computed < MIN_SHARED_TOKENS:
             self._pool.free(row.extent)
             return
         row.tokens = row.tokens[: row.computed]
-        self._tick += 1
-        row.used = self._tick
         self._idle.append(row)
 
     def scrub(self, row: Row) -> None:
@@ -200,9 +191,12 @@ class RowTable:
             self._updated.clear()
         else:
             self._updated[adapter] = self.epoch
-        for row in [row for row in self._idle if adapter is None or row.adapter == adapter]:
-            self._idle.remove(row)
-            self._pool.free(row.extent)
+        idle, self._idle = self._idle, []
+        for row in idle:
+            if adapter is None or row.adapter == adapter:
+                self._pool.free(row.extent)
+            else:
+                self._idle.append(row)
         for row in self._owned:
             if (adapter is None or row.adapter == adapter) and (recompute or not row.computed):
                 row.computed, row.epoch = 0, self.epoch

@@ -5,7 +5,7 @@ Letters: B requests whose next token is due, T packed tokens, V vocabulary, K ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -107,10 +107,6 @@ class ModelRunner:
         return [(k.cpu().clone(), v.cpu().clone()) for k, v in self.store.ranges(start, tokens=tokens)]
 
     def write_kv(self, start: int, kv: Sequence[LayerKV]) -> None:
-        self.put_kv(start, kv)
-
-    def put_kv(self, start: int, kv: Iterable[LayerKV]) -> None:
-        """Keys and values of this process's heads."""
         for target, source in zip(self.store.ranges(start), kv, strict=True):
             for into, given in zip(target, source, strict=True):
                 into[:, : given.shape[1]] = given

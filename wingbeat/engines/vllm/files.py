@@ -11,10 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wingbeat.core.errors import ModelSourceError
+from wingbeat.engines.embedded.lora import PREFIX, SUFFIX_A
 
 SHOWN = 4
-PREFIX = "base_model.model."
-SUFFIX_A = ".lora_A.weight"
 
 
 class KeptFile:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from wingbeat.core.config.vllm import MAX_RANK
 from wingbeat.core.errors import ConfigError, ModelSourceError
 from wingbeat.core.keys import without_keys
 
@@ -27,7 +28,7 @@ KV_SLACK_TOKENS = 512
 MEMORY_SHARE = "0.01"
 """vLLM does not start where less than this share of a GPU is free, even if it is told the bytes of its KV; by itself it
 asks for nearly all, and others are on the GPU, too."""
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_RANK)
 """The sizes that vLLM has room for adapters in."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
@@ -134,4 +135,4 @@ def _room(rank: int) -> int:
     for size in RANKS:
         if rank <= size:
             return size
-    raise ConfigError(f"vLLM serves LoRA adapters up to rank {RANKS[-1]}, got {rank}: lower `lora.rank`", param="rank")
+    raise ConfigError(f"vLLM serves LoRA adapters up to rank {MAX_RANK}, got {rank}: lower `lora.rank`", param="rank")

@@ -81,8 +81,8 @@ class ActiveRequest:
     def id(self) -> str:
         return self.request.request_id
 
-    def again(self, stream: int, *, salt: str) -> Submission:
-        """What is left of it, to be submitted to a new server; the same draws do not come again."""
+    def again(self, stream: int, *, salt: str) -> None:
+        """Its submission is now what is left of it, for a new server; the same draws do not come again."""
         sampling = self.request.sampling
         done = len(self.sampled)
         left = replace(
@@ -99,7 +99,6 @@ class ActiveRequest:
         )
         self.counted = 0
         self.tries += 1
-        return self.submission
 
     def fault(self, piece: Piece) -> str:
         """Why this cannot go on, or ""."""
