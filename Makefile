@@ -69,7 +69,7 @@ docs: $(STAMPS)/dev ## Write docs/configuration.md from the schema.
 	@mkdir -p docs
 	$(BIN)/python -m wingbeat.core.config.reference > docs/configuration.md
 
-bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, trainer, gateway, ledger, multipolicy, algorithms, weights, chaos, swarm_scale or cross_region (ARGS="--quick").
+bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, trainer, gateway, ledger, multipolicy, algorithms, weights, lora_groups, chaos, swarm_scale or cross_region (ARGS="--quick").
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.

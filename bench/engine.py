@@ -74,6 +74,11 @@ def jobs(*, quick: bool, repeats: int) -> list[Job]:
     ]
     if quick:
         plan = [("equal", 1, 1, 2), ("trace", 1, 1, 1), ("equal", 16, 16, 2), ("trace", 16, 16, 1)]
+    return repeated(plan, repeats=repeats)
+
+
+def repeated(plan: Sequence[tuple[str, int, int, int]], *, repeats: int) -> list[Job]:
+    """Jobs of workload, concurrency, episodes and times, each time drawn with another seed."""
     return [
         Job(workload, concurrency, episodes, seed)
         for repeat in range(repeats)
@@ -132,29 +137,14 @@ class Worker:
 
 
 def work(system: str, *, threads: int) -> None:
-    """A worker's life: a line when ready, then one JSON job per input line, one JSON result per output line."""
+    """A worker process, of one of our systems."""
     import torch
 
+    from bench.engine_work import serve_jobs
     from bench.systems import SYSTEMS, build_model
-    from bench.workloads import Episode, equal_workload, trace_workload, useful_tokens
 
     torch.set_num_threads(threads)
-    serve = SYSTEMS[system](build_model())
-    makers = {"equal": equal_workload, "trace": trace_workload}
-    serve([Episode("warm-up", list(range(8)), (8,), ())], 1)
-    _say({})
-    for line in sys.stdin:
-        job = Job(**json.loads(line))
-        episodes = makers[job.workload](job.episodes, seed=job.seed)
-        tokens = useful_tokens(episodes)
-        wall, cpu = time.perf_counter(), time.process_time()
-        serve(episodes, job.concurrency)
-        _say(asdict(Result(tokens, time.perf_counter() - wall, time.process_time() - cpu)))
-
-
-def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    serve_jobs(SYSTEMS[system](build_model()), out=sys.stdout)
 
 
 Results = dict[tuple[str, int, Job], Result]
@@ -179,7 +169,7 @@ def measure_all(todo: Sequence[Job], threads: Sequence[int]) -> tuple[Results, l
             cell = (job.workload, job.concurrency)
             for worker in [w for w in workers if (w, *cell) not in hopeless]:
                 result = results[worker.system, worker.threads, job] = worker.measure(job)
-                _progress(job, worker, result)
+                tell_progress(job, worker, result)
                 twin = results.get((worker.system, threads[0], job))
                 if twin is not None and result.wall_s > HOPELESS * twin.wall_s:
                     workers.remove(worker)
@@ -193,7 +183,7 @@ def measure_all(todo: Sequence[Job], threads: Sequence[int]) -> tuple[Results, l
     return results, given_up
 
 
-def _progress(job: Job, worker: Worker, result: Result) -> None:
+def tell_progress(job: Job, worker: Worker, result: Result) -> None:
     rate = result.tokens / result.wall_s
     sys.stderr.write(f"{job.workload} at {job.concurrency}: {worker.name}: {rate:.0f} tok/s\n")
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.engine import OURS, Job, Result, Table, Worker
+from bench.engine import OURS, Job, Table, Worker, repeated, tell_progress
 from bench.machine import describe_machine
 
 VLLM = "vllm"
@@ -48,12 +48,7 @@ def jobs(*, quick: bool, repeats: int) -> list[Job]:
     plan += [("equal", 1, 1, 3), ("equal", 16, 16, 2), ("equal", 64, 64, 2)]
     if quick:
         plan = [("trace", 1, 1, 1), ("trace", 16, 16, 1), ("trace", 64, 64, 1)]
-    return [
-        Job(workload, concurrency, episodes, seed)
-        for repeat in range(repeats)
-        for workload, concurrency, episodes, times in plan
-        for seed in range(repeat * times, (repeat + 1) * times)
-    ]
+    return repeated(plan, repeats=repeats)
 
 
 def versus_vllm(*, quick: bool, repeats: int) -> dict[str, Any]:
@@ -84,7 +79,7 @@ def versus_vllm(*, quick: bool, repeats: int) -> dict[str, Any]:
         for job in jobs(quick=quick, repeats=1 if quick else repeats):
             for worker in workers:
                 result = worker.measure(job)
-                _progress(job, worker, result)
+                tell_progress(job, worker, result)
                 cell = (job.workload, str(job.concurrency), worker.system)
                 best[cell] = max(best.get(cell, 0.0), round(result.tokens / result.wall_s, 1))
     compared: dict[str, Any] = {**_table(best, "trace")}
@@ -108,8 +103,3 @@ def _table(best: dict[tuple[str, str, str], float], workload: str) -> Table:
             table["ours" if system == OURS else "vllm"][concurrency] = rate
     table["ratio"] = {at: round(ours / table["vllm"][at], 3) for at, ours in table["ours"].items()}
     return table
-
-
-def _progress(job: Job, worker: Worker, result: Result) -> None:
-    rate = result.tokens / result.wall_s
-    sys.stderr.write(f"{job.workload} at {job.concurrency}: {worker.name}: {rate:.0f} tok/s\n")

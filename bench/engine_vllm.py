@@ -5,16 +5,15 @@ vLLM's engine runs in this process, stepped like ours: no HTTP, no other process
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.workloads import Episode, equal_workload, trace_workload, useful_tokens
+from bench.engine_work import serve_jobs
+from bench.workloads import Episode
 
 CONTEXT_TOKENS = 4096
 KV_BYTES = 512 * 2**20
@@ -23,21 +22,10 @@ BLOCK_TOKENS = 32
 
 
 def main() -> None:
-    """A line when ready, then one JSON job per input line, one JSON result per output line."""
+    """Entry point of the process."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM writes to standard output
-    serve = build(Path(sys.argv[1]))
-    makers = {"equal": equal_workload, "trace": trace_workload}
-    serve([Episode("warm-up", list(range(8)), (8,), ())], 1)
-    _say(channel, {})
-    for line in sys.stdin:
-        job = json.loads(line)
-        episodes = makers[job["workload"]](job["episodes"], seed=job["seed"])
-        tokens = useful_tokens(episodes)
-        wall, cpu = time.perf_counter(), time.process_time()
-        serve(episodes, job["concurrency"])
-        taken = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        _say(channel, {"tokens": tokens, **taken})
+    serve_jobs(build(Path(sys.argv[1])), out=channel)
 
 
 def build(model: Path) -> Callable[[list[Episode], int], None]:
@@ -96,11 +84,6 @@ def build(model: Path) -> Callable[[list[Episode], int], None]:
                     submit(waiting.popleft())
 
     return serve
-
-
-def _say(channel: Any, message: dict[str, Any]) -> None:
-    channel.write(json.dumps(message) + "\n")
-    channel.flush()
 
 
 if __name__ == "__main__":

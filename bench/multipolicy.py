@@ -35,7 +35,7 @@ from bench.team_report import (
 )
 from bench.team_runs import MODES, TeamRun, run_team
 from bench.team_work import MIXTURE, POLICIES, Work
-from wingbeat.deploy.processes import usable_cores
+from wingbeat.deploy.devices import usable_cores
 
 SPEEDUP_BAR, BOUND_BAR, DISCARD_BAR, IDLE_BAR = 2.7, 0.85, 0.01, 0.15
 QUICK = Work(steps=4, groups_per_step=4, time_scale=1 / 200, hidden=64, layers=2, eval_tasks=4, eval_samples=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `harness`: test folders are no packages
 
-from harness import Api, Server, config_text, environment, serving
+from harness import Api, Server, config_text, make_models, serving
 
 HERE = Path(__file__).parent
 
@@ -26,10 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models ``solver``, ``babbler`` and ``checker`` (see make_models.py)."""
-    folder = tmp_path_factory.mktemp("models")
-    command = [sys.executable, str(HERE / "make_models.py"), str(folder)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)
-    return folder
+    return make_models(HERE / "make_models.py", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

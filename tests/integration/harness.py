@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 
+from wingbeat.core.samples import TrainingBatch
 from wingbeat.dataflow.ledger_reader import open_read_only
 from wingbeat.tracking import EpisodeGraph, load_graph
 
@@ -56,6 +57,13 @@ def eventually_now(condition: Callable[[], T], *, what: str, timeout_s: float = 
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}; last value: {value!r}"
         time.sleep(0.05)
     return value
+
+
+def make_models(script: Path, folder: Path) -> Path:
+    """The folder, with the models that a script writes there; a process, so that the tests load no torch."""
+    command = [sys.executable, str(script), str(folder)]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)
+    return folder
 
 
 def environment() -> dict[str, str]:
@@ -158,6 +166,24 @@ def serving(folder: Path, config: str, *, command: str = "serve", more: tuple[st
         yield server
     finally:
         _end(process, server)
+
+
+@contextlib.contextmanager
+def dialled_in(server: Server, key: str, name: str, *more: str, host: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``wingbeat engine`` as a process of another host, as far as it knows; on leaving, ended."""
+    command = [sys.executable, "-m", "wingbeat.cli", "engine", "--server", server.url, "--name", name, *more]
+    variables = {"WINGBEAT_WORKER_KEY": key, "WINGBEAT_HOST_ID": host}
+    with (server.run_dir / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(command, env={**environment(), **variables}, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _is_fresh(address: Path, process: subprocess.Popen[bytes]) -> bool:
@@ -332,6 +358,13 @@ class Api:
                 yield line.decode().rstrip("\n")
 
 
+def trained_once(batches: Sequence[TrainingBatch]) -> list[tuple[str, int]]:
+    """The attempts of these batches, none of them twice."""
+    members = [(e.episode_id, e.attempt) for batch in batches for e in batch.episodes]
+    assert len(members) == len(set(members)) > 0
+    return members
+
+
 def check_ledger(run_dir: Path, *, steps: int, finished: Sequence[tuple[str, int]] = ()) -> None:
     """The run's truth: consecutive steps, no episode in two of them, no acknowledged finish missing."""
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
@@ -345,8 +378,7 @@ def check_ledger(run_dir: Path, *, steps: int, finished: Sequence[tuple[str, int
         ]
     assert [batch.step for batch in batches] == list(range(1, steps + 1))
     assert dict(summary.trained_step) == {"solver": steps}
-    members = [(e.episode_id, e.attempt) for batch in batches for e in batch.episodes]
-    assert len(members) == len(set(members)) > 0
+    members = trained_once(batches)
     assert len({episode_id for episode_id, _ in members}) == len(members), "two attempts of one episode were trained"
     trained = sum(count.num_attempts for count in summary.samples if count.state == "trained")
     assert trained == len(members)

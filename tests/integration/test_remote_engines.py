@@ -6,9 +6,8 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from harness import Api, Server, environment, eventually, serving, train_config
+from harness import Api, Server, dialled_in, eventually, serving, train_config, trained_once
 
 from wingbeat.core.errors import SetupError
 from wingbeat.core.model_files import fingerprint
@@ -38,21 +37,6 @@ class Crew:
     engines: dict[str, subprocess.Popen[bytes]]
 
 
-@contextmanager
-def dialled_in(server: Server, key: str, name: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``wingbeat engine`` as a process that shares no memory with the trainer."""
-    command = [sys.executable, "-m", "wingbeat.cli", "engine", "--server", server.url, "--name", name, *more]
-    variables = {"WINGBEAT_WORKER_KEY": key, "WINGBEAT_HOST_ID": "elsewhere"}
-    with (server.run_dir / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, env={**environment(), **variables}, stdout=log, stderr=log)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def crew(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Crew]:
     folder = tmp_path_factory.mktemp("crew")
@@ -61,7 +45,9 @@ async def crew(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         server = stack.enter_context(serving(folder, config, command="train"))
         _, key = KeyFile(server.run_dir.parent / "keys.json").create(NewKey(Role.WORKER, name="elsewhere"))
         engines = {
-            name: stack.enter_context(dialled_in(server, key, name, "--threads", "1", "--drain-s", "20"))
+            name: stack.enter_context(
+                dialled_in(server, key, name, "--threads", "1", "--drain-s", "20", host="elsewhere")
+            )
             for name in ("killed", "drained")
         }
         yield Crew(server, models, key, engines)
@@ -104,8 +90,7 @@ async def test_engines_come_and_go_while_it_trains_and_no_episode_is_lost(crew: 
     assert (status["metrics"]["staleness_max"], status["metrics"]["discard_rate"]) <= (4.0, 0.0)
     with open_read_only(crew.server.run_dir / "ledger.sqlite") as ledger:
         assert ledger.verify() == []
-        trained = [(e.episode_id, e.attempt) for b in ledger.batches_after("solver", 0) for e in b.episodes]
-    assert len(trained) == len(set(trained)) > 0
+        trained_once(ledger.batches_after("solver", 0))
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -9,13 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from harness import Api, Server, environment, eventually, eventually_now, serving, train_config
+from harness import Api, dialled_in, environment, eventually, eventually_now, serving, train_config, trained_once
 
 from wingbeat.core.config import Config
 from wingbeat.dataflow.ledger_reader import open_read_only
@@ -23,24 +22,6 @@ from wingbeat.server.__main__ import Launch
 from wingbeat.server.keys.file import KeyFile, NewKey
 from wingbeat.server.keys.principals import Role
 from wingbeat.weights.host import received_dir, run_weights_candidates
-
-
-@contextmanager
-def engine(server: Server, key: str, host: str, *more: str) -> Iterator[None]:
-    """``wingbeat engine`` as a process of another host, as far as it knows."""
-    command = [sys.executable, "-m", "wingbeat.cli", "engine", "--server", server.url, "--name", host, *more]
-    variables = {"WINGBEAT_WORKER_KEY": key, "WINGBEAT_HOST_ID": host}
-    with (server.run_dir / f"{host}.log").open("wb") as log:
-        process = subprocess.Popen(command, env={**environment(), **variables}, stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 async def test_engines_elsewhere_follow_by_differences_and_a_trainer_that_dies_unpublished_loses_nothing(
@@ -58,8 +39,8 @@ async def test_engines_elsewhere_follow_by_differences_and_a_trainer_that_dies_u
     with ExitStack() as stack:
         server = stack.enter_context(serving(tmp_path, config, command="train"))
         _, key = KeyFile(server.run_dir.parent / "keys.json").create(NewKey(Role.WORKER))
-        stack.enter_context(engine(server, key, "near", "--threads", "1", "--relay", "127.0.0.1:0", "--drain-s", "1"))
-        stack.enter_context(engine(server, key, "far", "--threads", "1", "--drain-s", "1"))
+        for host, relay in {"near": ("--relay", "127.0.0.1:0"), "far": ()}.items():
+            stack.enter_context(dialled_in(server, key, host, *relay, "--threads", "1", "--drain-s", "1", host=host))
         async with Api(server) as api:
             folders = {host: received_dir(server.run_dir, host) for host in ("near", "far")}
 
@@ -100,8 +81,7 @@ async def test_engines_elsewhere_follow_by_differences_and_a_trainer_that_dies_u
             assert not server.events_named("lineage_began") and not server.events_named("engine_quarantined")
     with open_read_only(server.run_dir / "ledger.sqlite") as ledger:
         assert ledger.verify() == []
-        trained = [(e.episode_id, e.attempt) for b in ledger.batches_after("solver", 0) for e in b.episodes]
-    assert len(trained) == len(set(trained)) > 0
+        trained_once(ledger.batches_after("solver", 0))
     left = [*run_weights_candidates(server.run_dir), *folders.values()]
     assert not any(folder.exists() for folder in left), "something is left in shared memory"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from ray.cluster_utils import Cluster
 INTEGRATION = Path(__file__).parents[1] / "integration"
 sys.path.insert(0, str(INTEGRATION))  # `harness`: test folders are no packages
 
-from harness import Server, cli, environment, eventually_now, serving, train_config  # noqa: E402
+from harness import Server, children_of, cli, eventually_now, make_models, serving, train_config  # noqa: E402
 
 from wingbeat.dataflow.audit import audit_run  # noqa: E402
 
@@ -33,10 +32,7 @@ QUICK_HEALTH_CHECKS = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    command = [sys.executable, str(INTEGRATION / "make_models.py"), str(folder)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=200)
-    return folder
+    return make_models(INTEGRATION / "make_models.py", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -53,20 +49,11 @@ def trained(server: Server) -> int:
 
 
 def node_of(cluster: Cluster, pid: int) -> ray._private.node.Node:
-    """The worker node on which a process runs: its raylet is an ancestor."""
+    """The worker node on which a process runs: it descends from its raylet."""
     for node in cluster.worker_nodes:
-        raylet = node.all_processes["raylet"][0].process.pid
-        if raylet in ancestors(pid):
+        if pid in children_of(node.all_processes["raylet"][0].process.pid):
             return node
     raise AssertionError(f"process {pid} runs on no worker node")
-
-
-def ancestors(pid: int) -> list[int]:
-    found: list[int] = []
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        found.append(pid)
-    return found
 
 
 def test_a_run_goes_on_when_a_node_is_killed_and_scales_while_it_runs(
@@ -104,4 +91,4 @@ def test_without_a_cluster_it_says_how_to_start_one(models: Path, tmp_path: Path
     done = cli("deploy", "ray", str(path), "--address", "127.0.0.1:1")
     assert done.returncode == 2
     assert "ray start --head" in done.stderr
-    assert not list(tmp_path.glob("runs/*/server.json"))
+    assert not list(tmp_path.glob("runs/*"))

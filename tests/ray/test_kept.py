@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from wingbeat.core.errors import SetupError
+from wingbeat.deploy import children
 from wingbeat.deploy.children import MAX_DEATHS, ChildSpec, ChildState
 from wingbeat.deploy.devices import Needs
 from wingbeat.deploy.processes import Kept
@@ -20,7 +21,7 @@ from wingbeat.deploy.ray.keeper import Order, Report, log_file
 from wingbeat.deploy.ray.place import RayKept, RayPlace, check_host
 
 State = ChildState
-RUNNING = Report(State.RUNNING, "", 7, 0)
+RUNNING = Report(State.RUNNING, "", 7)
 
 
 class Died(ActorDiedError):
@@ -82,7 +83,7 @@ def states() -> list[ChildState]:
 def keep(monkeypatch: pytest.MonkeyPatch, states: list[ChildState]) -> Callable[..., RayKept]:
     def make(script: Script, **more: Any) -> RayKept:
         monkeypatch.setattr(place, "POLL_S", 0.0)
-        monkeypatch.setattr(place, "BACKOFF_S", (0.0,) * MAX_DEATHS)
+        monkeypatch.setattr(children, "BACKOFF_S", (0.0,) * MAX_DEATHS)
         monkeypatch.setattr(place, "placement_group", script.placement_group)
         monkeypatch.setattr(place, "remove_placement_group", script.given_back.append)
         actor_class = type("ActorClass", (), {"options": staticmethod(script.with_options)})
@@ -104,9 +105,9 @@ async def test_every_state_may_follow_every_other_between_two_looks(
     keep: Callable[..., RayKept], states: list[ChildState]
 ) -> None:
     """A process that died and is being started again is seen as starting, right after running."""
-    fresh = Report(State.STARTING, "", None, 1)
+    fresh = Report(State.STARTING, "", None)
     kept = keep(
-        Script(RUNNING, fresh, RUNNING, Report(State.BACKOFF, "", None, 1), fresh, Report(State.STOPPED, "", None, 2))
+        Script(RUNNING, fresh, RUNNING, Report(State.BACKOFF, "", None), fresh, Report(State.STOPPED, "", None))
     )
     await kept.run()
     assert states == [
@@ -118,7 +119,7 @@ async def test_a_node_that_does_not_answer_is_waited_for_and_a_slow_start_is_no_
     keep: Callable[..., RayKept], states: list[ChildState], caplog: pytest.LogCaptureFixture
 ) -> None:
     away = ActorUnavailableError("away", None)
-    script = Script(TimeoutError(), RUNNING, away, away, RUNNING, Report(State.STOPPED, "", None, 0))
+    script = Script(TimeoutError(), RUNNING, away, away, RUNNING, Report(State.STOPPED, "", None))
     await keep(script).run()
     assert states == [State.RUNNING, State.BACKOFF, State.STARTING, State.RUNNING, State.STOPPED]
     assert len(script.options) == 1 and len(script.given_back) == 1
@@ -137,7 +138,7 @@ async def test_an_actor_that_cannot_be_is_given_up_in_its_own_words(keep: Callab
 async def test_an_actor_that_somebody_killed_is_replaced(
     keep: Callable[..., RayKept], states: list[ChildState]
 ) -> None:
-    script = Script(RUNNING, Died("killed"), RUNNING, Report(State.STOPPED, "", None, 0))
+    script = Script(RUNNING, Died("killed"), RUNNING, Report(State.STOPPED, "", None))
     await keep(script).run()
     assert len(script.options) == 2 and states[-1] is State.STOPPED
     assert script.options[0]["max_restarts"] == -1

@@ -40,6 +40,16 @@ KeyOption = Annotated[
     ),
 ]
 
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        envvar=KEY_VARIABLE,
+        show_envvar=True,
+        help="An admin key, if the server asks for one (better: the env).",
+    ),
+]
+
 NAMED = re.compile(r"([A-Za-z0-9_-]+)=(https?://.+)")
 
 

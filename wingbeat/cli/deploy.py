@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wingbeat.cli.arguments import read_config
-from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
-from wingbeat.cli.run import ConfigArguments, DryRunOption, ResumeOption, check, run_serve, run_train, show_config
+from wingbeat.cli.connection import DEFAULT_URL, AdminKeyOption, ServerOption
+from wingbeat.cli.run import (
+    ConfigArguments,
+    DryRunOption,
+    ResumeOption,
+    checked_config,
+    run_serve,
+    run_train,
+    show_config,
+)
 from wingbeat.client import Swarm
 from wingbeat.core.deployment import MAX_ENGINES
 from wingbeat.core.errors import SetupError
-from wingbeat.deploy.checks import check_agents, check_trains
 
 if TYPE_CHECKING:
     from wingbeat.core.config import Config
     from wingbeat.deploy.local import MakePlace
     from wingbeat.deploy.processes import Place
 
-deploy = typer.Typer(name="deploy", help="Run a server's processes on a cluster.", no_args_is_help=True)
+deploy = typer.Typer(name="deploy", no_args_is_help=True)
 
 
 @deploy.callback()
@@ -44,11 +50,7 @@ def deploy_ray(
     Run it on a node of the cluster. What dies is started again, elsewhere where its node is gone. `run.dir` must be in
     a folder that all nodes share, as trainers keep their checkpoints there.
     """
-    config, config_dir = read_config(arguments or [], resume)
-    check(config, config_dir, resume)
-    if train:
-        check_trains(config)
-        check_agents(config, config_dir)
+    config, config_dir = checked_config(arguments, resume, trains=train)
     if dry_run:
         show_config(config)
         return
@@ -66,7 +68,8 @@ def _on_ray(address: str) -> MakePlace:
         if error.name != "ray":
             raise
         raise SetupError(
-            "`wingbeat deploy ray` needs Ray: pip install 'wingbeat[server,ray]' on every node of the cluster"
+            "`wingbeat deploy ray` needs Ray; on every node of the cluster, from a clone: pip install '.[server,ray]'"
+            " -c constraints.txt"
         ) from error
 
     def make(config: Config) -> Place:
@@ -79,7 +82,7 @@ def _on_ray(address: str) -> MakePlace:
 def scale(
     engines: Annotated[int, typer.Option(min=0, max=MAX_ENGINES, help="Engines that the server is to run itself.")],
     server: ServerOption = DEFAULT_URL,
-    key: KeyOption = None,
+    key: AdminKeyOption = None,
 ) -> None:
     """Have a running server start more engines, or drain and end some, wherever its processes run."""
     with Swarm(server, key, retry_budget_s=10.0) as swarm:

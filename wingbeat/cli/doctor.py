@@ -6,7 +6,6 @@ Torch is asked in a process of its own: this one stays light, and a broken insta
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from wingbeat.core.config import ServerConfig
 from wingbeat.core.errors import DependencyMissing
+from wingbeat.deploy.devices import usable_cores
 
 SERVER_PACKAGES = (
     "fastapi",
@@ -109,7 +109,7 @@ def examine(*, port: int) -> Iterator[Finding]:
     yield check_python(sys.version_info[:3])
     yield check_install(installed_version)
     yield check_torch()
-    yield check_cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    yield check_cores(usable_cores())
     yield check_shared_memory(Path("/dev/shm"))
     yield check_port("127.0.0.1", port)
     yield check_models()

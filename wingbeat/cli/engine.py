@@ -16,6 +16,7 @@ from wingbeat.cli.doctor import require_server
 from wingbeat.core.errors import SetupError
 from wingbeat.core.keys import WORKER_KEY_VARIABLE, without_keys
 from wingbeat.core.tls import CA_VARIABLE, client_context
+from wingbeat.deploy.devices import usable_cores
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -40,7 +41,9 @@ def engine(
     device: Annotated[
         str | None, typer.Option(help="A torch device, or auto; unset: what the server's engine.device says.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; unset: this machine's cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Torch threads of each process; unset: this machine's cores, divided.")
+    ] = None,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Processes (devices) that share each model's weights.")
     ] = 1,
@@ -75,8 +78,7 @@ def engine(
         client_context(ca)  # refuses a file that is no certificate, before torch is loaded
     elif ca is not None:
         raise SetupError(f"--ca is of https, and --server is {server}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = str(threads or max(1, cores // tensor_parallel))
+    num_threads = str(threads or max(1, usable_cores() // tensor_parallel))
     environment = without_keys(os.environ) | {
         WORKER_KEY_VARIABLE: key,
         "OMP_NUM_THREADS": num_threads,

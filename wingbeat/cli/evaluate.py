@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from wingbeat.cli.connection import DEFAULT_URL, KeyOption, ServerOption
+from wingbeat.cli.connection import DEFAULT_URL, AdminKeyOption, ServerOption
 from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client import Swarm
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
@@ -18,7 +18,7 @@ from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 
 def evaluate(
     server: ServerOption = DEFAULT_URL,
-    key: KeyOption = None,
+    key: AdminKeyOption = None,
     source: Annotated[str | None, typer.Option(help="The task source; unset: all.")] = None,
     policy: Annotated[str | None, typer.Option(help="The policy; unset: the only one.")] = None,
     version: Annotated[int | None, typer.Option(min=0, help="Its version; unset: the live one.")] = None,

@@ -22,7 +22,7 @@ from wingbeat.client.transport import Call, Transport
 from wingbeat.core.config import RunConfig, ServerConfig, load_config
 from wingbeat.core.errors import RequestError
 from wingbeat.core.key_protocol import KeyReply, NewKeyReply
-from wingbeat.core.keys import KEY_VARIABLE
+from wingbeat.core.keys import KEY_VARIABLE, WORKER_KEY_VARIABLE
 from wingbeat.server.keys.file import KeyFile, NewKey, key_file_path
 from wingbeat.server.keys.principals import Role
 
@@ -82,7 +82,8 @@ def create(
     if json_output:
         typer.echo(made.model_dump_json())
         return
-    typer.echo(f"{_title(made)}; it is not shown again. Programs read it from WINGBEAT_KEY:", err=True)
+    variable = WORKER_KEY_VARIABLE if role is Role.WORKER else KEY_VARIABLE
+    typer.echo(f"{_title(made)}; it is not shown again. Programs read it from {variable}:", err=True)
     typer.echo(made.key)
 
 

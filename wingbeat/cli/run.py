@@ -18,14 +18,19 @@ from wingbeat.cli.program import program
 from wingbeat.cli.terminal import PlainConsole
 from wingbeat.core.config import Config, dump_toml
 from wingbeat.core.config.server import is_loopback
-from wingbeat.deploy.checks import check_agents, check_chains, check_exposure, check_sources, check_trains
+from wingbeat.deploy.checks import (
+    EVERY_ADDRESS,
+    check_agents,
+    check_chains,
+    check_exposure,
+    check_sources,
+    check_trains,
+)
 from wingbeat.deploy.run_keys import without_plain_keys
 
 if TYPE_CHECKING:
     from wingbeat.deploy.local import MakePlace, Supervisor
     from wingbeat.deploy.training import TrainingResult
-
-ANY_ADDRESS = ("0.0.0.0", "::")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
@@ -45,8 +50,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolve
 
 def serve(arguments: ConfigArguments = None, resume: ResumeOption = None, dry_run: DryRunOption = False) -> None:
     """Host policies: generation and training for agents that run elsewhere (`wingbeat rollout`)."""
-    config, config_dir = read_config(arguments or [], resume)
-    check(config, config_dir, resume)
+    config, config_dir = checked_config(arguments, resume, trains=False)
     if dry_run:
         show_config(config)
         return
@@ -75,10 +79,7 @@ def train(
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train: a server, the configured tasks and the configured agent, until the run is complete."""
-    config, config_dir = read_config(arguments or [], resume)
-    check_trains(config)
-    check(config, config_dir, resume)
-    check_agents(config, config_dir)
+    config, config_dir = checked_config(arguments, resume, trains=True)
     if dry_run:
         show_config(config)
         return
@@ -123,11 +124,17 @@ def show_config(config: Config) -> None:
     typer.echo(dump_toml(without_plain_keys(config)), nl=False)
 
 
-def check(config: Config, config_dir: Path, resume: Path | None) -> None:
-    """What is refused in a dry run, too."""
+def checked_config(arguments: list[str] | None, resume: Path | None, *, trains: bool) -> tuple[Config, Path]:
+    """The configuration and its folder; what is refused here is refused in a dry run, too."""
+    config, config_dir = read_config(arguments or [], resume)
+    if trains:
+        check_trains(config)
     check_exposure(config, config_dir, resume=resume)
     check_chains(config, config_dir)
     check_sources(config, config_dir)
+    if trains:
+        check_agents(config, config_dir)
+    return config, config_dir
 
 
 def result_data(result: TrainingResult) -> dict[str, Any]:
@@ -203,7 +210,7 @@ def reach(url: str, names: Sequence[str]) -> tuple[str, str]:
     host = urlsplit(url).hostname or ""
     if is_loopback(host):
         return "on this machine", url
-    if host not in ANY_ADDRESS:
+    if host not in EVERY_ADDRESS:
         return "from any machine", url
     name = next((name for name in names if not is_loopback(name)), "HOST")
     return "from any machine", urlsplit(url)._replace(netloc=f"{name}:{urlsplit(url).port}").geturl()

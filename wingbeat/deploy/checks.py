@@ -16,6 +16,8 @@ from wingbeat.core.tls import check_certificate
 from wingbeat.server.keys.file import KeyFile, exposed, key_file_path
 from wingbeat.server.keys.principals import Role
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""All addresses of a machine, and so the name of none."""
 BUILTIN = "builtin:"
 PYPI = "pypi:"
 OTHER_MODELS = ("reference", "teacher")

@@ -60,6 +60,27 @@ class ChildSpec:
     log: Path
 
 
+class Deaths:
+    """Of what is kept running: how long to wait before it begins again, and when that is of no use any more."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    def count(self) -> None:
+        """It died now."""
+        self._times.append(self._clock())
+
+    @property
+    def are_too_many(self) -> bool:
+        return len(self._times) == MAX_DEATHS and self._times[-1] - self._times[0] < DEATHS_WINDOW_S
+
+    @property
+    def pause_s(self) -> float:
+        """After the last one."""
+        return BACKOFF_S[len(self._times) - 1]
+
+
 class Child:
     """Keeps one process running until :meth:`stop`."""
 
@@ -77,10 +98,9 @@ class Child:
         self.restarts = 0
         self.error = ""
         self._watchers = [on_change]
-        self._clock = clock
         self._stop_s = stop_s
         self._process: asyncio.subprocess.Process | None = None
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._deaths = Deaths(clock)
         self._stopping = asyncio.Event()
 
     @property
@@ -110,15 +130,15 @@ class Child:
                 return
             if self._stopping.is_set() or code == 0:  # it was told to end, by us or by control
                 break
-            self._deaths.append(self._clock())
-            if code == SETUP_ERROR_EXIT or self._dies_too_often():
+            self._deaths.count()
+            if code == SETUP_ERROR_EXIT or self._deaths.are_too_many:
                 self.error = self._last_words(code)
                 self._become(ChildState.FAILED)
                 return
             logger.warning("%s ended with exit code %s; starting it again", self.spec.name, code)
             self._become(ChildState.BACKOFF)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), BACKOFF_S[min(len(self._deaths), MAX_DEATHS) - 1])
+                await asyncio.wait_for(self._stopping.wait(), self._deaths.pause_s)
             if not self._stopping.is_set():
                 self.restarts += 1
                 self._become(ChildState.STARTING)
@@ -147,9 +167,6 @@ class Child:
         if code == SETUP_ERROR_EXIT and words.startswith(ERROR_PREFIX):
             return words.removeprefix(ERROR_PREFIX)
         return f"{self.spec.name} ended with exit code {code}: {words}"
-
-    def _dies_too_often(self) -> bool:
-        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after ``stop_s``."""

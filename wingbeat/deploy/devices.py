@@ -1,4 +1,4 @@
-"""Which accelerators of this machine each worker sees.
+"""What workers compute with: how many cores there are, and which accelerators of this machine each of them sees.
 
 Workers take the first devices that they see, so one that should use others must not see the first ones.
 """
@@ -33,6 +33,11 @@ def needs_of(device: str, *, threads: int, ranks: int) -> Needs:
     """Of a worker whose configuration says ``device``."""
     kind = device.partition(":")[0]
     return Needs(threads, 0 if kind == "cpu" else ranks, ranks=ranks, insists=kind == "cuda")
+
+
+def usable_cores() -> int:
+    """Those this process may run on: containers and batch systems give fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_devices(

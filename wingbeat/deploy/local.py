@@ -1,4 +1,4 @@
-"""The supervisor behind ``wingbeat serve``: control, engines and trainers as processes of this machine.
+"""The supervisor behind ``wingbeat serve``: control, engines and trainers as processes, of this machine or a cluster.
 
 It holds no state of the run.  Any child may be killed at any moment: it is started again and finds
 its place (workers through control, control through the ledger).
@@ -359,16 +359,16 @@ async def _serve(
     check_exposure(config, config_dir, resume=resume)
     tasks = load_tasks(config, config_dir)
     config = absolute_paths(config, config_dir)
+    where = place(config)  # before there is a run directory: there may be no such place
     run_dir = resume or make_run_dir(config)
-    sources = training_sources(tasks)
     start = Supervisor(
         config,
         run_dir=run_dir,
         config_dir=config_dir,
-        sources=sources,
+        sources=training_sources(tasks),
         on_note=on_note,
         control_module=control_module,
-        place=place(config),
+        place=where,
     )
     async with start as supervisor:
         async with supervisor.swarm() as swarm:

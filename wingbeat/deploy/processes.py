@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from wingbeat.core.config import Config
+from wingbeat.core.config.lora_groups import trainer_processes
 from wingbeat.core.errors import SetupError, UnavailableError
 from wingbeat.core.files import write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
-from wingbeat.deploy.devices import VARIABLE, Needs, assign_devices, needs_of, visible_devices
+from wingbeat.deploy.devices import VARIABLE, Needs, assign_devices, needs_of, usable_cores, visible_devices
 from wingbeat.deploy.run_keys import RunKeys
-from wingbeat.deploy.trainer_groups import trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class ThisMachine:
     def worker(self, spec: ChildSpec, needs: Needs, *, on_change: OnChange) -> Kept:
         self._wanted[spec.name] = needs.devices
         seen = assign_devices(self._wanted, self._devices)[spec.name] if self._devices else ()
-        environment = {**spec.environment, VARIABLE: ",".join(seen)} if seen else spec.environment
-        return Child(ChildSpec(spec.name, spec.command, environment, spec.log), on_change=on_change)
+        own = {VARIABLE: ",".join(seen)} if seen else {}
+        return Child(replace(spec, environment={**spec.environment, **own}), on_change=on_change)
 
     async def close(self) -> None:
         """Nothing is left."""
@@ -113,7 +113,7 @@ class Processes:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._url = ""
-        self._groups = trainer_groups(config)
+        self._groups = trainer_processes(config.policies)
         ranks = sum(config.policies[policies[0]].trainer.processes for policies in self._groups.values())
         busy = config.engine.count * config.engine.tensor_parallel + ranks
         self._share = max(1, usable_cores() // max(1, busy))
@@ -198,8 +198,3 @@ class Processes:
             write_atomically(self._run_dir / "processes.json", json.dumps(pids).encode())
         except UnavailableError as error:  # a full disk; nobody needs this file to go on
             logger.warning("%s", error)
-
-
-def usable_cores() -> int:
-    """Those this process may run on: containers and batch systems give fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

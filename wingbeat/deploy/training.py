@@ -1,4 +1,4 @@
-"""A whole training run on this machine: server, tasks, agent processes, until the run is complete."""
+"""A whole training run: server, tasks, agent processes, until the run is complete."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
     check_agents(plan.config, plan.config_dir)
     check_exposure(plan.config, plan.config_dir, resume=plan.resume)
     stop = stop_event()
+    where = plan.place(plan.config)  # before there is a run directory: there may be no such place
     run_dir = plan.resume or make_run_dir(plan.config)
     summary: dict[str, Any] = {}
     start = Supervisor(
@@ -124,7 +125,7 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
         config_dir=plan.config_dir,
         sources=training_sources(tasks),
         on_note=plan.on_note,
-        place=plan.place(plan.config),
+        place=where,
     )
     async with start as supervisor:
         plan.on_ready(supervisor)

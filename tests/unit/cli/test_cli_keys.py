@@ -30,6 +30,8 @@ def test_a_key_is_printed_once_and_its_story_beside_it(folder: Path) -> None:
     code, key, told = run("create", "client", "--name", "laptop", "--expires", "30d")
     assert code == 0 and key.startswith("wb-client-") and len(key.split()) == 1
     assert "client key (laptop), valid until 20" in told and "not shown again" in told and key.strip() not in told
+    assert told.strip().endswith(" WINGBEAT_KEY:")
+    assert run("create", "worker", "--file", "other.json")[2].strip().endswith("WINGBEAT_WORKER_KEY:")
     assert (folder / "runs" / "keys.json").is_file()
     code, listed, _ = run("list", "--json")
     (one,) = json.loads(listed)

@@ -13,7 +13,8 @@ import pytest
 from wingbeat.core.config import Config
 from wingbeat.core.errors import PortInUse, SetupError, UnavailableError
 from wingbeat.deploy.local import Supervisor, run_server
-from wingbeat.deploy.processes import Processes
+from wingbeat.deploy.processes import Place, Processes
+from wingbeat.deploy.training import TrainingPlan, run_plan
 
 
 def config_of(tmp_path: Path, *, port: int = 0, model: str = "builtin:calculator", host: str = "127.0.0.1") -> Config:
@@ -41,6 +42,18 @@ def test_a_taken_port_is_told_before_the_model_is_made(tmp_path: Path) -> None:
             serve(config_of(tmp_path, port=port), notes)
     assert notes == []
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_place_that_is_not_there_leaves_no_run(tmp_path: Path) -> None:
+    def nowhere(config: Config) -> Place:
+        raise SetupError("no cluster")
+
+    with pytest.raises(SetupError, match="no cluster"):
+        run_server(config_of(tmp_path), tmp_path, on_ready=lambda supervisor: None, place=nowhere)
+    plan = TrainingPlan(config_of(tmp_path), tmp_path, place=nowhere)
+    with pytest.raises(SetupError, match="no cluster"):
+        run_plan(plan)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_model_that_is_none_leaves_no_run(tmp_path: Path) -> None:

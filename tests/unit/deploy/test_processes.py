@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from wingbeat.core.deployment import NAME, Requests, Wanted, read_wanted, write_
 from wingbeat.core.errors import SetupError
 from wingbeat.deploy.children import ChildSpec, ChildState
 from wingbeat.deploy.devices import VARIABLE, Needs
-from wingbeat.deploy.processes import CONTROL, DRAIN_S, Kept, OnChange, Processes, ThisMachine
+from wingbeat.deploy.processes import CONTROL, DRAIN_S, Drain, Kept, OnChange, Processes, ThisMachine
 from wingbeat.deploy.run_keys import RunKeys
 
 
@@ -46,7 +47,6 @@ class Notes:
 
     def __init__(self) -> None:
         self.made: list[Noted] = []
-        self.drained: list[str] = []
 
     def control(self, spec: ChildSpec, *, on_change: OnChange) -> Kept:
         return self.worker(spec, Needs(), on_change=on_change)
@@ -58,24 +58,37 @@ class Notes:
     async def close(self) -> None: ...
 
 
-def processes_of(tmp_path: Path, place: Notes, **engine: object) -> Processes:
-    solver = {"model": "m", "trainer": {"threads": 3}}
+async def unknown(name: str, drain_s: float) -> bool:
+    """Control does not know the engine that is to be drained."""
+    return False
+
+
+def processes_of(
+    tmp_path: Path,
+    place: Notes,
+    *,
+    drain: Drain = unknown,
+    trainer: Mapping[str, object] | None = None,
+    **engine: object,
+) -> Processes:
+    solver = {"model": "m", "trainer": {"threads": 3, **(trainer or {})}}
     policies = {"solver": solver, "judge": {"model": "m", "trainable": False}}
     config = Config.model_validate({"policies": policies, "engine": {"count": 2, "threads": 2, **engine}})
-
-    async def drain(name: str, drain_s: float) -> bool:
-        assert drain_s == DRAIN_S
-        place.drained.append(name)
-        if name == "engine-1":  # it ends by itself
-            await next(noted for noted in place.made if noted.spec.name == name).stop()
-        return name == "engine-1"
-
     return Processes(config, run_dir=tmp_path, keys=RunKeys.new(), place=place, drain=drain)
 
 
 async def test_a_trainer_for_what_trains_and_as_many_engines_as_are_wanted_now(tmp_path: Path) -> None:
     place = Notes()
-    processes = processes_of(tmp_path, place)
+    drained: list[str] = []
+
+    async def drain(name: str, drain_s: float) -> bool:
+        assert drain_s == DRAIN_S
+        drained.append(name)
+        if name == "engine-1":  # it ends by itself
+            await next(noted for noted in place.made if noted.spec.name == name).stop()
+        return name == "engine-1"
+
+    processes = processes_of(tmp_path, place, drain=drain)
     async with asyncio.TaskGroup() as group:
         processes.start_control(group, "wingbeat.server", tmp_path / "launch.json")
         processes.start_workers(group, "http://here", engines=2)
@@ -88,7 +101,7 @@ async def test_a_trainer_for_what_trains_and_as_many_engines_as_are_wanted_now(t
         assert "engine-2" in processes.all
         await asyncio.gather(*processes.scale_engines(group, 1))
         assert list(processes.all) == [CONTROL, "trainer-solver", "engine-0"]
-        assert place.drained == ["engine-1", "engine-2"]
+        assert drained == ["engine-1", "engine-2"]
         assert set(json.loads((tmp_path / "processes.json").read_bytes())) == set(processes.all)
         assert not processes.ended.is_set()
         await processes.stop()
@@ -107,15 +120,7 @@ async def test_what_is_kept_on_the_cpu_needs_no_device(tmp_path: Path) -> None:
 
 async def test_what_several_devices_share_asks_for_all_of_them_and_says_if_it_cannot_do_without(tmp_path: Path) -> None:
     place = Notes()
-    trainer = {"threads": 3, "processes": 2, "device": "cuda"}
-    config = Config.model_validate(
-        {"policies": {"solver": {"model": "m", "trainer": trainer}}, "engine": {"threads": 2, "tensor_parallel": 4}}
-    )
-
-    async def drain(name: str, drain_s: float) -> bool:
-        return False
-
-    processes = Processes(config, run_dir=tmp_path, keys=RunKeys.new(), place=place, drain=drain)
+    processes = processes_of(tmp_path, place, trainer={"processes": 2, "device": "cuda"}, tensor_parallel=4)
     async with asyncio.TaskGroup() as group:
         processes.start_workers(group, "http://here", engines=1)
         assert [noted.needs for noted in place.made] == [
@@ -138,20 +143,29 @@ def test_workers_of_this_machine_see_devices_of_their_own(tmp_path: Path) -> Non
     assert alone.spec.environment == {"k": "v"}
 
 
+async def draining(
+    tmp_path: Path, place: Notes, group: asyncio.TaskGroup, *, answer_s: float
+) -> tuple[Processes, asyncio.Task[None]]:
+    """Processes of which the last engine of three is being drained, and the task that waits for its end; control takes
+    ``answer_s`` to answer."""
+    begun = asyncio.Event()
+
+    async def drain(name: str, drain_s: float) -> bool:
+        begun.set()
+        await asyncio.sleep(answer_s)
+        return True
+
+    processes = processes_of(tmp_path, place, drain=drain)
+    processes.start_workers(group, "http://here", engines=3)
+    (retiring,) = processes.scale_engines(group, 2)
+    await begun.wait()
+    return processes, retiring
+
+
 async def test_a_draining_engine_is_left_alone_until_it_ends(tmp_path: Path) -> None:
     place = Notes()
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        processes = processes_of(tmp_path, place)
-        processes.start_workers(group, "http://here", engines=3)
-        drained = asyncio.Event()
-
-        async def drain(name: str, drain_s: float) -> bool:
-            drained.set()
-            return True
-
-        processes._drain = drain  # pyright: ignore[reportPrivateUsage]
-        (retiring,) = processes.scale_engines(group, 2)
-        await drained.wait()
+        processes, retiring = await draining(tmp_path, place, group, answer_s=0.0)
         for _ in range(10):
             await asyncio.sleep(0)
         last = place.made[-1]
@@ -186,18 +200,7 @@ async def test_stopping_does_not_wait_for_engines_that_are_being_drained(tmp_pat
     """Control, which would tell them, is gone by then."""
     place = Notes()
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        processes = processes_of(tmp_path, place)
-        processes.start_workers(group, "http://here", engines=3)
-        draining = asyncio.Event()
-
-        async def drain(name: str, drain_s: float) -> bool:
-            draining.set()
-            await asyncio.sleep(600)
-            return True
-
-        processes._drain = drain  # pyright: ignore[reportPrivateUsage]
-        (retiring,) = processes.scale_engines(group, 2)
-        await draining.wait()
+        processes, retiring = await draining(tmp_path, place, group, answer_s=600.0)
         await processes.stop()
         assert retiring.cancelled()
     assert [noted.state for noted in place.made] == [ChildState.STOPPED] * 4

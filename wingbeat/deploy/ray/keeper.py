@@ -36,7 +36,6 @@ class Report:
     state: ChildState
     error: str
     pid: int | None
-    restarts: int
 
 
 class Keeper:
@@ -57,7 +56,7 @@ class Keeper:
         if self._task is not None and self._task.done():
             self._task.result()  # raises if it ended by a fault of ours
         child = self._child
-        return Report(child.state, child.error, child.pid, child.restarts)
+        return Report(child.state, child.error, child.pid)
 
     async def stop(self) -> None:
         """End the process in peace; returns once it has ended."""

@@ -21,7 +21,6 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -34,7 +33,8 @@ from wingbeat.core.config import Config
 from wingbeat.core.config.server import is_loopback
 from wingbeat.core.errors import SetupError
 from wingbeat.core.tls import CA_VARIABLE
-from wingbeat.deploy.children import BACKOFF_S, DEATHS_WINDOW_S, MAX_DEATHS, TRANSITIONS, ChildSpec, ChildState
+from wingbeat.deploy.checks import EVERY_ADDRESS
+from wingbeat.deploy.children import TRANSITIONS, ChildSpec, ChildState, Deaths
 from wingbeat.deploy.devices import Needs
 from wingbeat.deploy.processes import Kept, OnChange
 from wingbeat.deploy.ray.keeper import Keeper, Order, Report
@@ -53,8 +53,6 @@ STOP_S = 30.0
 """For a process to end in peace."""
 CONTROL_GRACE_S = 12.0
 """Longer than control goes on without its actor, to close the ledger: another one could not open it."""
-WILDCARDS = frozenset({"0.0.0.0", "::"})
-"""All addresses of a machine, and so the name of none."""
 ERROR_CHARACTERS = 600
 NODE_LABEL = "ray.io/node-id"
 ENDED = frozenset({ChildState.FAILED, ChildState.STOPPED})
@@ -119,7 +117,7 @@ class RayPlace:
 
 def check_host(host: str, *, own: str, addresses: Collection[str]) -> None:
     """Raises SetupError where workers on other nodes could not call the server by ``server.host``."""
-    if host in WILDCARDS or (is_loopback(host) and len(addresses) > 1):
+    if host in EVERY_ADDRESS or (is_loopback(host) and len(addresses) > 1):
         raise SetupError(
             f"server.host is {host}, by which workers on the cluster's other nodes cannot call the server: set it to"
             f" this node's address, {own}, with keys and TLS"
@@ -151,8 +149,7 @@ class RayKept:
         self._selector = dict(selector or {})
         self._grace_s = grace_s
         self._on_change = on_change
-        self._clock = clock
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._deaths = Deaths(clock)
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._stopping = asyncio.Event()
@@ -241,13 +238,13 @@ class RayKept:
 
     async def _mourn(self, error: ActorDiedError) -> None:
         """Give an actor that is gone for good up, and wait before there is another one."""
-        self._deaths.append(self._clock())
+        self._deaths.count()
         self._lost(last_words(error))
         await self._release()
-        if len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S:
+        if self._deaths.are_too_many:
             self._fail(error)
         else:
-            await self._pause(max(BACKOFF_S[len(self._deaths) - 1], self._grace_s or 0.0))
+            await self._pause(max(self._deaths.pause_s, self._grace_s or 0.0))
 
     async def _end(self) -> None:
         """Have the process end by itself; one that cannot be told ends with its actor."""
