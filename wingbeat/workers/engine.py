@@ -279,6 +279,7 @@ class EngineWorker:
         hosted = self._live.get(manifest.policy)
         if hosted is None:
             hosted = self._live[manifest.policy] = self._load(manifest.policy)
+            logger.info("%s is loaded; its first version here is %d", manifest.policy, manifest.version)
         if isinstance(hosted, Prepares) and not hosted.prepare(manifest, received):
             self._preparing.append(message)
             return
@@ -366,6 +367,7 @@ class EngineWorker:
     def _on_drain(self, message: Drain | DrainAsked) -> None:
         """No more from now on; go once what is here has ended, or its time is over."""
         if self._leave_at_s is None:
+            logger.info("takes no more; ends what it has within %.0f s", message.drain_s)
             self._send(Leave(drain_s=message.drain_s))
             self._leave_at_s = time.monotonic() + message.drain_s
 

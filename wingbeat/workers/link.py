@@ -220,6 +220,7 @@ class WorkerLink:
         welcome = first[0]
         if not isinstance(welcome, Welcome):
             raise SetupError(f"expected a welcome from control, got {type(welcome).__name__}")
+        logger.info("connected to %s as %s", self._url, self._register.worker_id)
         self._outbox.clear()
         self._inbox.put(Connected(welcome))
         for message in first[1:]:
@@ -228,6 +229,7 @@ class WorkerLink:
             await self._pump(socket, welcome.heartbeat_s)
         finally:
             self._failures, self._lost_since = 0, self._clock()
+            logger.info("the connection to %s has ended", self._url)
             self._inbox.put(Disconnected())
 
     async def _pump(self, socket: aiohttp.ClientWebSocketResponse, heartbeat_s: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from wingbeat import __version__
 from wingbeat.core.errors import SetupError
@@ -92,6 +93,7 @@ def run_worker(role: Role, arguments: WorkerArguments, build: Build, *, relay_ur
     ``relay_url``: where it serves weights to others.
     """
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {arguments.worker_id} %(levelname)s %(message)s")
+    disable_progress_bar()  # of transformers: a log has no use for bars
     torch.set_num_threads(arguments.threads)
     torch.set_num_interop_threads(1)
     identity = host_id()
