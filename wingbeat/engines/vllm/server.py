@@ -43,6 +43,10 @@ class Server(Protocol):
         """Why it does not run any more; "" while it does, as far as can be seen from here."""
         ...
 
+    def last_words(self) -> str:
+        """What it said of a failure; "" where we do not have its log."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -150,6 +154,9 @@ class RunningServer:
         """It runs, or will again."""
 
     def ended(self) -> str:
+        return ""
+
+    def last_words(self) -> str:
         return ""
 
     def close(self) -> None:
