@@ -77,6 +77,9 @@ class StandIn:
     def ended(self) -> str:
         return ""
 
+    def last_words(self) -> str:
+        return ""
+
     def close(self) -> None:
         self._call(self._runner.cleanup())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -183,7 +183,9 @@ class ServerCommands:
         failed = next((piece.error or piece.lost for piece in pieces if piece.error or piece.lost), "")
         if failed:
             time.sleep(POLL_S)  # the words of its death are being written
-            raise SetupError(f"vLLM cannot serve this model: {self._server.ended() or self._server.last_words() or failed}")
+            raise SetupError(
+                f"vLLM cannot serve this model: {self._server.ended() or self._server.last_words() or failed}"
+            )
         told = [piece for piece in pieces if piece.token_ids]
         if any(piece.spans is None for piece in told):
             raise SetupError("this vLLM does not tell whose weights sampled a token: start it with Wingbeat's launcher")
