@@ -33,7 +33,8 @@ from bench.scripts import Reply, ScriptedCall
 from bench.shaping_proxy import Line, ShapingProxy
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
-from wingbeat.core.worker_protocol import ControlMessage, Generate, Leave, Manifest, UpdateWeights
+from wingbeat.core.weight_protocol import Manifest, UpdateWeights
+from wingbeat.core.worker_protocol import ControlMessage, Generate, Leave
 
 BAR = 0.95
 POLICY = "solver"

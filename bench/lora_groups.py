@@ -55,7 +55,7 @@ def make_adapter(model: Any, index: int) -> Any:
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from wingbeat.core.worker_protocol import AdapterInfo
+    from wingbeat.core.weight_protocol import AdapterInfo
     from wingbeat.engines.embedded import AdapterWeights
 
     rank = RANKS[index % len(RANKS)]

@@ -35,6 +35,7 @@ from bench.scripts import AnyScript, Reply, ScriptedCall, as_script, load_script
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import FinishReason
+from wingbeat.core.weight_protocol import Manifest, PinVersion, Published, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -44,10 +45,7 @@ from wingbeat.core.worker_protocol import (
     Failed,
     Generate,
     Heartbeat,
-    Manifest,
-    PinVersion,
     PolicySpec,
-    Published,
     Refused,
     Register,
     Role,
@@ -58,8 +56,6 @@ from wingbeat.core.worker_protocol import (
     Tokens,
     TrainerReady,
     TrainStep,
-    UpdateWeights,
-    WeightsServed,
     Welcome,
     WorkerMessage,
     decode_from_control,

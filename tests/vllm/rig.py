@@ -17,7 +17,8 @@ from wingbeat.core.config import EngineConfig, PolicyConfig
 from wingbeat.core.ports import GenerateRequest, TokenEvent
 from wingbeat.core.support import decode_support
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.core.worker_protocol import AdapterInfo, Manifest, PolicySpec, Welcome, WorkerMessage
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest
+from wingbeat.core.worker_protocol import PolicySpec, Welcome, WorkerMessage
 from wingbeat.weights.publish import WeightPublisher
 from wingbeat.weights.receive import receive
 from wingbeat.workers.hosting import ModelHost

@@ -9,7 +9,7 @@ import torch
 from rig import Replies, Rig, gap, logits_of
 from torch import Tensor
 
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded import AdapterMerger
 
 CLOSE = 1e-4

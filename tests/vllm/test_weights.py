@@ -15,7 +15,8 @@ from rig import Replies, Rig, gap, logits_of, perturb
 from wingbeat.core.errors import ModelSourceError
 from wingbeat.core.support import decode_support
 from wingbeat.core.types import FinishReason
-from wingbeat.core.worker_protocol import Failed, WeightsServed
+from wingbeat.core.weight_protocol import WeightsServed
+from wingbeat.core.worker_protocol import Failed
 from wingbeat.tracking import ChatTemplate
 from wingbeat.tracking.grammar import build_grammar
 from wingbeat.workers.hosting import ModelHost

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from wingbeat.core.worker_protocol import TensorInfo
+from wingbeat.core.weight_protocol import TensorInfo
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from wingbeat.core.worker_protocol import AdapterInfo, Manifest
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest
 from wingbeat.weights.publish import NoRoom, WeightPublisher
 
 RETRY_S = 1.0

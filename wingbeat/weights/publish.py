@@ -27,7 +27,7 @@ from torch import Tensor
 
 from wingbeat.core.errors import SetupError
 from wingbeat.core.files import sha256_of
-from wingbeat.core.worker_protocol import AdapterInfo, Manifest, WeightFile
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest, WeightFile
 from wingbeat.weights.checksum import describe, tensors_checksum
 from wingbeat.weights.codecs import encode_delta
 from wingbeat.weights.host import make_own

@@ -23,7 +23,7 @@ import aiohttp
 
 from wingbeat.core.errors import UnavailableError, VersionGone
 from wingbeat.core.files import sha256_of
-from wingbeat.core.worker_protocol import WeightFile
+from wingbeat.core.weight_protocol import WeightFile
 from wingbeat.weights.wanted import Wanted, while_wanted
 
 CHUNK_BYTES = 2**20

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
-from wingbeat.core.worker_protocol import Manifest
+from wingbeat.core.weight_protocol import Manifest
 from wingbeat.weights.checksum import describe, differing, tensors_checksum
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from wingbeat.core.errors import UnavailableError, VersionGone
 from wingbeat.core.files import sha256_of
-from wingbeat.core.worker_protocol import Manifest, WeightFile
+from wingbeat.core.weight_protocol import Manifest, WeightFile
 from wingbeat.weights.codecs import decode_delta
 from wingbeat.weights.pull import NoSource, PullLimits, Source, pull
 from wingbeat.weights.receive import Received, map_file, receive

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from wingbeat.core.errors import SetupError
-from wingbeat.core.worker_protocol import Manifest, WeightFile
+from wingbeat.core.weight_protocol import Manifest, WeightFile
 from wingbeat.weights.ranges import BadRange, asked_bytes, content_headers
 from wingbeat.weights.store import HostStore
 

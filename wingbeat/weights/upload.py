@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from wingbeat.core.tls import client_context
-from wingbeat.core.worker_protocol import Manifest, WeightFile
+from wingbeat.core.weight_protocol import Manifest, WeightFile
 from wingbeat.weights.ranges import OFFSET_HEADER, SHA256_HEADER, content_range
 from wingbeat.weights.wanted import Wanted, while_wanted
 

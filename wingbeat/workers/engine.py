@@ -22,6 +22,7 @@ from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.ports import GenerateRequest, TokenEvent
 from wingbeat.core.support import WHOLE_VOCABULARY
 from wingbeat.core.types import FinishReason, SamplingParams
+from wingbeat.core.weight_protocol import Manifest, PinVersion, UnpinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
     Abort,
     Drain,
@@ -29,17 +30,12 @@ from wingbeat.core.worker_protocol import (
     Generate,
     Heartbeat,
     Leave,
-    Manifest,
     MovedOut,
     MoveOut,
-    PinVersion,
     PolicySpec,
     Shutdown,
     TokenChunk,
     Tokens,
-    UnpinVersion,
-    UpdateWeights,
-    WeightsServed,
 )
 from wingbeat.weights.receiver import WeightReceiver
 from wingbeat.weights.relay import RelayServer

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from wingbeat.core.config import EngineConfig
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
-from wingbeat.core.worker_protocol import Manifest, PolicySpec
+from wingbeat.core.weight_protocol import Manifest
+from wingbeat.core.worker_protocol import PolicySpec
 from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions, GrammarCompiler
 from wingbeat.trainer.models import load_model
 from wingbeat.weights.receive import Received

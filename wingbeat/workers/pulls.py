@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from wingbeat.core.config import WeightsConfig
 from wingbeat.core.tls import client_context
-from wingbeat.core.worker_protocol import CONTROL, Welcome
+from wingbeat.core.weight_protocol import CONTROL
+from wingbeat.core.worker_protocol import Welcome
 from wingbeat.weights.host import received_dir
 from wingbeat.weights.pull import PullLimits, Source
 from wingbeat.weights.receiver import Remote

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from wingbeat.core.worker_protocol import Manifest, PinVersion, UpdateWeights
+from wingbeat.core.weight_protocol import Manifest, PinVersion, UpdateWeights
 from wingbeat.weights.receive import Received
 from wingbeat.weights.receiver import WeightReceiver
 from wingbeat.workers.link import Inbound, Own

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from wingbeat.core.errors import ConfigError, ModelSourceError
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
-from wingbeat.core.worker_protocol import Manifest, PolicySpec
+from wingbeat.core.weight_protocol import Manifest
+from wingbeat.core.worker_protocol import PolicySpec
 from wingbeat.engines.embedded import AdapterWeights, EmbeddedEngine
 from wingbeat.weights.receive import Received
 

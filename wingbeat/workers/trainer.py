@@ -23,19 +23,15 @@ from wingbeat.core.config import PolicyConfig, WeightsConfig
 from wingbeat.core.config.lora_groups import group_of
 from wingbeat.core.errors import UnavailableError, WingbeatError
 from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.weight_protocol import AdapterInfo, KeepVersions, Manifest, Published, ReleaseVersion
 from wingbeat.core.worker_protocol import (
-    AdapterInfo,
     BeginLineage,
     CheckpointSaved,
     Export,
     Exported,
     Failed,
     Heartbeat,
-    KeepVersions,
-    Manifest,
     PolicySpec,
-    Published,
-    ReleaseVersion,
     SaveCheckpoint,
     Shutdown,
     StepDone,

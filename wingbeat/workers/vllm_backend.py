@@ -23,15 +23,8 @@ from transformers import AutoConfig, AutoTokenizer
 from wingbeat.core.config import EngineConfig
 from wingbeat.core.errors import ModelSourceError, SetupError
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
-from wingbeat.core.worker_protocol import (
-    AdapterInfo,
-    Failed,
-    Manifest,
-    PolicySpec,
-    WeightsServed,
-    Welcome,
-    WorkerMessage,
-)
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest, WeightsServed
+from wingbeat.core.worker_protocol import Failed, PolicySpec, Welcome, WorkerMessage
 from wingbeat.engines.embedded.grammar import GrammarCompiler
 from wingbeat.engines.vllm.engine import EngineSettings, VllmEngine
 from wingbeat.engines.vllm.files import KeptFile, check_fits, model_shapes, write_adapter

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from wingbeat.core.errors import ModelSourceError
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded import AdapterMerger
 
 RANK, ALPHA = 4, 6.0

@@ -20,20 +20,17 @@ from wingbeat.core.config import Config, PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
 from wingbeat.core.types import FinishReason, Outcome, SamplingParams, Split, Task
+from wingbeat.core.weight_protocol import Manifest, Published, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     ControlMessage,
     Failed,
     Generate,
-    Manifest,
     PolicySpec,
-    Published,
     StepDone,
     TokenChunk,
     TrainerReady,
     TrainStep,
-    UpdateWeights,
-    WeightsServed,
 )
 from wingbeat.dataflow.barrier import Barrier
 from wingbeat.dataflow.buffer import PolicyBuffer

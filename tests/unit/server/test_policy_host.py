@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 
 from wingbeat.core.types import Split, Task
-from wingbeat.core.worker_protocol import (
-    CheckpointSaved,
-    Export,
-    Exported,
-    Failed,
-    KeepVersions,
-    Manifest,
-    PinVersion,
-    ReleaseVersion,
-    SaveCheckpoint,
-    TrainStep,
-    UnpinVersion,
-)
+from wingbeat.core.weight_protocol import KeepVersions, Manifest, PinVersion, ReleaseVersion, UnpinVersion
+from wingbeat.core.worker_protocol import CheckpointSaved, Export, Exported, Failed, SaveCheckpoint, TrainStep
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.policies.host import TrainerState
 

@@ -13,7 +13,8 @@ import pytest
 from wingbeat.core.errors import NoEngine
 from wingbeat.core.protocol import EvaluationRequest
 from wingbeat.core.types import FinishReason, Split, Task
-from wingbeat.core.worker_protocol import BeginLineage, KeepVersions, ReleaseVersion, TrainStep, UpdateWeights
+from wingbeat.core.weight_protocol import KeepVersions, ReleaseVersion, UpdateWeights
+from wingbeat.core.worker_protocol import BeginLineage, TrainStep
 from wingbeat.dataflow.ledger_schema import SampleState
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.policies.host import TrainerState

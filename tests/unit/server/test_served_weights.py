@@ -14,6 +14,7 @@ from wingbeat.core.config.load import validate_config
 from wingbeat.core.errors import ConfigError
 from wingbeat.core.events import EventLog
 from wingbeat.core.types import FinishReason, SamplingParams
+from wingbeat.core.weight_protocol import Manifest, PinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -21,15 +22,11 @@ from wingbeat.core.worker_protocol import (
     Generate,
     Heartbeat,
     Leave,
-    Manifest,
     MovedOut,
     MoveOut,
-    PinVersion,
     Register,
     TokenChunk,
     Tokens,
-    UpdateWeights,
-    WeightsServed,
 )
 from wingbeat.dataflow.lineages import Ancestry, Lineage
 from wingbeat.server.signals import Changed

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from wingbeat.core.config import Config
-from wingbeat.core.worker_protocol import Manifest, UpdateWeights
+from wingbeat.core.weight_protocol import Manifest, UpdateWeights
 from wingbeat.server.policies.snapshots import Snapshots
 from wingbeat.server.weights.files import WeightFiles
 from wingbeat.weights.host import host_id

@@ -14,21 +14,23 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
+from wingbeat.core.weight_protocol import (
+    KeepVersions,
+    Manifest,
+    Published,
+    ReleaseVersion,
+    UpdateWeights,
+    WeightsServed,
+)
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
     ControlMessage,
     Failed,
-    KeepVersions,
-    Manifest,
-    Published,
-    ReleaseVersion,
     SaveCheckpoint,
     StepDone,
     TrainerReady,
     TrainStep,
-    UpdateWeights,
-    WeightsServed,
 )
 from wingbeat.server.calls.flights import EngineLink
 from wingbeat.server.policies.host import TrainerState

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from wingbeat.core.errors import WingbeatError
-from wingbeat.core.worker_protocol import CONTROL, Manifest, WeightFile
+from wingbeat.core.weight_protocol import CONTROL, Manifest, WeightFile
 from wingbeat.server.calls.flights import EngineLink
 from wingbeat.server.http.error_answers import error_response
 from wingbeat.server.keys.ring import KeyRing

@@ -18,7 +18,8 @@ import zstandard
 
 from wingbeat.core.errors import ModelSourceError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.support import decode_support, encode_support
-from wingbeat.core.worker_protocol import Manifest, decode_from_control, decode_from_worker
+from wingbeat.core.weight_protocol import Manifest
+from wingbeat.core.worker_protocol import decode_from_control, decode_from_worker
 from wingbeat.dataflow.ledger_decoding import decode_samples
 from wingbeat.environments.calculator.tokenizer import write_tokenizer
 from wingbeat.server.episodes.sources import load_sources

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
-from wingbeat.core.worker_protocol import CONTROL, Manifest
+from wingbeat.core.weight_protocol import CONTROL, Manifest
 from wingbeat.weights.checksum import tensors_checksum
 from wingbeat.weights.publish import WeightPublisher
 from wingbeat.weights.pull import NoSource, PullLimits, Source

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wingbeat.core.errors import SetupError, UnavailableError, VersionGone
-from wingbeat.core.worker_protocol import AdapterInfo, Manifest, TensorInfo
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest, TensorInfo
 from wingbeat.weights.checksum import tensors_checksum
 from wingbeat.weights.publish import WeightPublisher
 from wingbeat.weights.receive import receive

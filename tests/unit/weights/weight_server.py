@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from wingbeat.core.worker_protocol import Manifest
+from wingbeat.core.weight_protocol import Manifest
 from wingbeat.weights.pull import Source
 from wingbeat.weights.ranges import asked_bytes, content_headers
 

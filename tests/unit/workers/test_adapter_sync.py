@@ -9,15 +9,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from wingbeat.core.config import EngineConfig, LoraConfig, PolicyConfig
-from wingbeat.core.worker_protocol import (
-    AdapterInfo,
-    PolicySpec,
-    Shutdown,
-    UpdateWeights,
-    WeightsServed,
-    Welcome,
-    WorkerMessage,
-)
+from wingbeat.core.weight_protocol import AdapterInfo, UpdateWeights, WeightsServed
+from wingbeat.core.worker_protocol import PolicySpec, Shutdown, Welcome, WorkerMessage
 from wingbeat.environments.calculator.tokenizer import write_tokenizer
 from wingbeat.trainer.single import PolicyTrainer
 from wingbeat.weights.checksum import tensors_checksum

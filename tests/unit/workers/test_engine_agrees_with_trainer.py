@@ -24,7 +24,7 @@ from wingbeat.core.config import LoraConfig, PolicyConfig, TrainerConfig
 from wingbeat.core.ports import GenerateRequest
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
 from wingbeat.core.types import SamplingParams
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded import AdapterMerger, EmbeddedEngine, EngineOptions, GrammarCompiler
 from wingbeat.trainer.models import load_model
 from wingbeat.trainer.single import PolicyTrainer

@@ -11,17 +11,8 @@ import pytest
 
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
 from wingbeat.core.types import FinishReason
-from wingbeat.core.worker_protocol import (
-    Drain,
-    Generate,
-    Leave,
-    Manifest,
-    PolicySpec,
-    Tokens,
-    UpdateWeights,
-    WeightsServed,
-    Welcome,
-)
+from wingbeat.core.weight_protocol import Manifest, UpdateWeights, WeightsServed
+from wingbeat.core.worker_protocol import Drain, Generate, Leave, PolicySpec, Tokens, Welcome
 from wingbeat.workers import engine as engine_module
 from wingbeat.workers.engine import EngineWorker
 from wingbeat.workers.link import Connected, DrainAsked, Inbound

@@ -21,20 +21,16 @@ from wingbeat.core.config import EngineConfig, PolicyConfig
 from wingbeat.core.ports import TokenEvent
 from wingbeat.core.support import decode_support
 from wingbeat.core.types import FinishReason
+from wingbeat.core.weight_protocol import Manifest, PinVersion, UnpinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
     Abort,
     Failed,
     Generate,
     Heartbeat,
-    Manifest,
-    PinVersion,
     PolicySpec,
     Shutdown,
     TokenChunk,
     Tokens,
-    UnpinVersion,
-    UpdateWeights,
-    WeightsServed,
     Welcome,
     WorkerMessage,
 )

@@ -16,22 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from wingbeat.core.config import EngineConfig, PolicyConfig
 from wingbeat.core.types import FinishReason
-from wingbeat.core.worker_protocol import (
-    Abort,
-    AdapterInfo,
-    Failed,
-    Generate,
-    Manifest,
-    PinVersion,
-    PolicySpec,
-    Shutdown,
-    Tokens,
-    UnpinVersion,
-    UpdateWeights,
-    WeightsServed,
-    Welcome,
-    WorkerMessage,
-)
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest, PinVersion, UnpinVersion, UpdateWeights, WeightsServed
+from wingbeat.core.worker_protocol import Abort, Failed, Generate, PolicySpec, Shutdown, Tokens, Welcome, WorkerMessage
 from wingbeat.environments.calculator.tokenizer import write_tokenizer
 from wingbeat.trainer.shared_base import SharedBases
 from wingbeat.trainer.single import PolicyTrainer

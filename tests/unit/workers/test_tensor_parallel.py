@@ -20,20 +20,16 @@ from wingbeat.core.config import EngineConfig, PolicyConfig
 from wingbeat.core.keys import WORKER_KEY_VARIABLE
 from wingbeat.core.lifeline import ORPHANED_EXIT
 from wingbeat.core.types import FinishReason
+from wingbeat.core.weight_protocol import AdapterInfo, Manifest, PinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
-    AdapterInfo,
     Failed,
     Generate,
-    Manifest,
     MovedOut,
     MoveOut,
-    PinVersion,
     PolicySpec,
     Shutdown,
     TokenChunk,
     Tokens,
-    UpdateWeights,
-    WeightsServed,
     Welcome,
     WorkerMessage,
 )

@@ -11,12 +11,12 @@ import pytest
 from trainer_play import Driver, training_step
 
 from wingbeat.core.config import PolicyConfig
+from wingbeat.core.weight_protocol import Published
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
     Failed,
     PolicySpec,
-    Published,
     SaveCheckpoint,
     StepDone,
     TrainerReady,

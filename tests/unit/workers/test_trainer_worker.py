@@ -16,15 +16,12 @@ from trainer_play import Driver, training_step
 
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.weight_protocol import KeepVersions, Manifest, Published, ReleaseVersion
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
     Failed,
-    KeepVersions,
-    Manifest,
     PolicySpec,
-    Published,
-    ReleaseVersion,
     SaveCheckpoint,
     Shutdown,
     StepDone,

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.core.worker_protocol import ReleaseVersion, SaveCheckpoint, Shutdown, TrainStep
+from wingbeat.core.weight_protocol import ReleaseVersion
+from wingbeat.core.worker_protocol import SaveCheckpoint, Shutdown, TrainStep
 from wingbeat.workers.link import Disconnected, Inbound
 from wingbeat.workers.turns import FairInbox, policy_of
 

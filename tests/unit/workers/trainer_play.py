@@ -10,15 +10,8 @@ from typing import Any
 import numpy as np
 
 from wingbeat.core.samples import EpisodeSamples, TrainingBatch, TrainingSample
-from wingbeat.core.worker_protocol import (
-    PolicySpec,
-    Published,
-    Shutdown,
-    TrainerReady,
-    TrainStep,
-    Welcome,
-    WorkerMessage,
-)
+from wingbeat.core.weight_protocol import Published
+from wingbeat.core.worker_protocol import PolicySpec, Shutdown, TrainerReady, TrainStep, Welcome, WorkerMessage
 from wingbeat.workers.link import Connected, Inbound
 from wingbeat.workers.trainer import TrainerWorker
 

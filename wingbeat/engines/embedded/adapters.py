@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wingbeat.core.errors import ModelSourceError
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded.lora import adapter_pairs
 from wingbeat.engines.embedded.probe import Passing
 

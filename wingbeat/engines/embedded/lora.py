@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wingbeat.core.errors import ModelSourceError
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded.weights import model_tensors
 
 PREFIX = "base_model.model."

@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 import msgspec
 
 from wingbeat.core.errors import ModelSourceError, UnavailableError
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 
 LENGTH_BYTES = 4
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from wingbeat.core.errors import ModelSourceError, SetupError, UnavailableError, VersionGone, WingbeatError
-from wingbeat.core.worker_protocol import AdapterInfo
+from wingbeat.core.weight_protocol import AdapterInfo
 from wingbeat.engines.embedded.kv import LayerSpec
 from wingbeat.engines.embedded.lora import PREFIX, SUFFIX_A, SUFFIX_B, AdapterMerger
 from wingbeat.engines.embedded.parallel import Shards, gather_heads, shard_model, spread_heads

@@ -13,7 +13,8 @@ import numpy as np
 
 from wingbeat.core.errors import UnavailableError
 from wingbeat.core.types import SamplingParams
-from wingbeat.core.worker_protocol import ControlMessage, Manifest, TokenChunk
+from wingbeat.core.weight_protocol import Manifest
+from wingbeat.core.worker_protocol import ControlMessage, TokenChunk
 from wingbeat.server.workers.rates import RateMeter
 
 

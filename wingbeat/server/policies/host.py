@@ -17,7 +17,8 @@ import msgspec
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import TrainingBatch
-from wingbeat.core.worker_protocol import ControlMessage, Exported, Manifest, PolicySpec, StepDone
+from wingbeat.core.weight_protocol import Manifest
+from wingbeat.core.worker_protocol import ControlMessage, Exported, PolicySpec, StepDone
 from wingbeat.dataflow.buffer import PolicyBuffer
 from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.lineages import Ancestry, Lineage

@@ -23,7 +23,7 @@ import msgspec
 
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import write_atomically
-from wingbeat.core.worker_protocol import Manifest, Place
+from wingbeat.core.weight_protocol import Manifest, Place
 from wingbeat.dataflow.lineages import Lineage
 from wingbeat.server.policies.host import PolicyHost
 from wingbeat.server.signals import Changed

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.weight_protocol import Manifest, Published
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
@@ -30,8 +31,6 @@ from wingbeat.core.worker_protocol import (
     Export,
     Exported,
     Failed,
-    Manifest,
-    Published,
     Shutdown,
     StepDone,
     TrainerReady,

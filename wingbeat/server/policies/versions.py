@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from wingbeat.core.worker_protocol import ControlMessage, KeepVersions, Manifest, Place, ReleaseVersion
+from wingbeat.core.weight_protocol import KeepVersions, Manifest, Place, ReleaseVersion
+from wingbeat.core.worker_protocol import ControlMessage
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.workers.engines import EnginePool
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat.core.errors import ConflictError, NotFoundError, PayloadTooLarge, RequestError, UnavailableError
 from wingbeat.core.files import NO_ROOM, sha256_of
-from wingbeat.core.worker_protocol import Manifest, WeightFile
+from wingbeat.core.weight_protocol import Manifest, WeightFile
 from wingbeat.weights.host import make_private, run_weights_candidates, run_weights_dir
 from wingbeat.weights.names import names_of
 

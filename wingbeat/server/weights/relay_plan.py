@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wingbeat.core.worker_protocol import CONTROL, Manifest
+from wingbeat.core.weight_protocol import CONTROL, Manifest
 from wingbeat.server.calls.flights import EngineLink
 
 

@@ -22,16 +22,8 @@ import numpy as np
 from wingbeat.core.errors import NoEngine, UnavailableError
 from wingbeat.core.samples import INT_DTYPE
 from wingbeat.core.types import FinishReason, SamplingParams
-from wingbeat.core.worker_protocol import (
-    Abort,
-    Generate,
-    Manifest,
-    MovedOut,
-    MoveOut,
-    TokenChunk,
-    UnpinVersion,
-    WeightsServed,
-)
+from wingbeat.core.weight_protocol import Manifest, UnpinVersion, WeightsServed
+from wingbeat.core.worker_protocol import Abort, Generate, MovedOut, MoveOut, TokenChunk
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.calls.fairness import FairQueue
 from wingbeat.server.calls.flights import EngineLink, Flight, Model, Served

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wingbeat.core.worker_protocol import Manifest, PinVersion, Place, TokenChunk, UpdateWeights, WeightsServed
+from wingbeat.core.weight_protocol import Manifest, PinVersion, Place, UpdateWeights, WeightsServed
+from wingbeat.core.worker_protocol import TokenChunk
 from wingbeat.dataflow.lineages import Ancestry
 from wingbeat.server.calls.flights import EngineLink, Flight, Served
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wingbeat.core.events import EventLog
+from wingbeat.core.weight_protocol import Published, WeightsServed
 from wingbeat.core.worker_protocol import (
     CheckpointSaved,
     ControlMessage,
@@ -15,12 +16,10 @@ from wingbeat.core.worker_protocol import (
     Heartbeat,
     Leave,
     MovedOut,
-    Published,
     Register,
     StepDone,
     Tokens,
     TrainerReady,
-    WeightsServed,
     WorkerMessage,
 )
 from wingbeat.server.calls.flights import EngineLink

@@ -15,7 +15,7 @@ import msgspec
 import zstandard
 
 from wingbeat.core.errors import UnavailableError
-from wingbeat.core.worker_protocol import TensorInfo
+from wingbeat.core.weight_protocol import TensorInfo
 
 MAGIC = b"WBDELTA\0"
 FORMAT = 1
