@@ -251,6 +251,7 @@ class VllmBackend:
             kv_tokens=server_spec.kv_tokens,
             keep_kv=self._config.kv_on_update == "keep",
             start_timeout_s=self._config.vllm.start_timeout_s,
+            stall_s=self._config.vllm.stall_s,
             parallelism=server_spec.tensor_parallel,
         )
         engine = VllmEngine(server, settings=settings, grammars=self._grammars(folder), end_token=end_token_of(folder))

@@ -72,6 +72,7 @@ class StandIn:
     def start(self) -> None:
         self.starts += 1
         self.is_lost = False
+        self._loop.call_soon_threadsafe(self._running.set)
         self.label = "default"
 
     def ended(self) -> str:
@@ -92,6 +93,10 @@ class StandIn:
     def lose(self) -> None:
         """All streams break off, and nothing is answered until the next start."""
         self.is_lost = True
+
+    def hang(self) -> None:
+        """Connections stay, and nothing comes any more, until the next start."""
+        self._loop.call_soon_threadsafe(self._running.clear)
 
     # --- HTTP -------------------------------------------------------------------------------
 
@@ -328,6 +333,35 @@ def test_a_lost_server_is_started_again_with_its_weights_and_what_was_left(
     assert (again["sampling_params"]["max_tokens"], again["sampling_params"]["seed"]) == (12 - done, 100 + done)
     assert len(told) == 2
     assert told[1] == ""
+
+
+def test_a_server_that_hangs_is_started_again_and_an_idle_one_is_not(stand_in: StandIn) -> None:
+    now, tick = 0.0, 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += tick
+        return now
+
+    settings = EngineSettings(context_tokens=64, vocabulary=50, max_running=4, kv_tokens=100, stall_s=60)
+    engine = VllmEngine(stand_in, settings=settings, grammars=cast(Any, Grammars()), end_token=lambda: 7, clock=clock)
+    engine.start()
+    starts, told = stand_in.starts, list[str]()
+    engine.on_change = told.append
+    now = 1000.0
+    submit(engine, "after a pause", max_tokens=2)
+    drain(engine)
+    assert stand_in.starts == starts
+    submit(engine, "r", max_tokens=12)
+    events = drain(engine, until=lambda: engine.stats(BASE).sampled_tokens >= 4)
+    stand_in.hang()
+    tick = 5.0
+    events += drain(engine, until=lambda: stand_in.starts > starts)
+    tick = 0.0
+    events += drain(engine)
+    assert (stand_in.starts, told[0]) == (starts + 1, "it said nothing for 65 s, and has 1 requests")
+    assert sum(len(event.token_ids) for event in events) == 12
+    close_but_not(stand_in, engine)
 
 
 def test_workers_that_differ_after_an_update_are_started_again(

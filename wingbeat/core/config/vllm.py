@@ -84,6 +84,11 @@ class VllmConfig(Section):
         " keys, or would change what logprobs mean, are refused.",
     )
     start_timeout_s: float = Field(default=900.0, gt=0, description="Seconds within which a server must have started.")
+    stall_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Seconds of silence after which a server that has requests counts as hung and is started again.",
+    )
     pinned: Literal["embedded", "server"] = Field(
         default="embedded",
         description="Where versions of fully trained policies are kept for evaluation beside the live one: on the"

@@ -54,6 +54,8 @@ class EngineSettings:
     keep_kv: bool = False
     """After new weights, running requests go on with the KV that they have; else it is computed anew."""
     start_timeout_s: float = 900.0
+    stall_s: float = 300.0
+    """A server that has requests and says nothing for so long hangs, and is started again."""
     parallelism: int = 1
 
 
@@ -67,6 +69,7 @@ class VllmEngine:
         settings: EngineSettings,
         grammars: GrammarCompiler,
         end_token: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``end_token``: the one with which vLLM ends grammars, the tokenizer's own; asked for when one comes."""
         self._server = server
@@ -88,6 +91,9 @@ class VllmEngine:
         self._label = 0
         self._lost: list[ActiveRequest] = []
         self._lost_reason = ""
+        self._clock = clock
+        self._heard_s = clock()
+        """When the server last said something, or had nothing to say."""
         self._recoveries: list[float] = []
         self._recovery: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-recovery")
@@ -255,6 +261,8 @@ class VllmEngine:
 
     def _send(self, active: ActiveRequest) -> None:
         submission = active.submission
+        if not self._streams:
+            self._heard_s = self._clock()
         self._streams[submission.stream] = active.id
         self._prompts[submission.stream] = (active.model, len(submission.prompt_ids))
         self._client.generate(submission)
@@ -265,13 +273,18 @@ class VllmEngine:
             if self._recovery.done():
                 self._await_recovery()
             return
-        for piece in self._client.pieces(wait_s=wait_s):
+        pieces = self._client.pieces(wait_s=wait_s)
+        if pieces or not self._streams:
+            self._heard_s = self._clock()
+        for piece in pieces:
             self._take(piece)
         for active in [a for a in self._active.values() if a.held and a.walk is not None and a.walk.is_ready]:
             self._release(active)
         ended = self._server.ended()
         if ended or self._lost:
             self._look_after(ended)
+        elif (silent_s := self._clock() - self._heard_s) > self._settings.stall_s:
+            self._recover(f"it said nothing for {silent_s:.0f} s, and has {len(self._streams)} requests")
 
     def _take(self, piece: Piece) -> None:
         if piece.cached_tokens is not None:
@@ -361,7 +374,7 @@ class VllmEngine:
 
     def _recover(self, reason: str) -> None:
         """Start the server again, in another thread; what was left of the requests follows."""
-        now = time.monotonic()
+        now = self._clock()
         self._recoveries = [at for at in self._recoveries if at > now - WITHIN_S] + [now]
         if len(self._recoveries) > RESTARTS:
             raise UnavailableError(f"the vLLM server was lost {RESTARTS + 1} times in {WITHIN_S:.0f} s: {reason}")
@@ -385,6 +398,7 @@ class VllmEngine:
         except SetupError as error:  # it did start before: starting the worker anew may help
             raise UnavailableError(f"the vLLM server is lost, and did not come back: {error.message}") from error
         logger.info("the vLLM server serves again")
+        self._heard_s = self._clock()
         self.on_change("")
         lost, self._lost = self._lost, []
         for active in lost:
