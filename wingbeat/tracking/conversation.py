@@ -12,12 +12,12 @@ from wingbeat.tracking.messages import Message
 
 
 class Conversation:
-    """A sequence of messages. Equal conversations of one agent are one object (see :meth:`then`)."""
+    """A sequence of messages. Equal ones of one episode are one object (see :class:`Conversations`)."""
 
-    __slots__ = ("_continuations", "depth", "ids_key", "message", "num_calls", "previous", "reasoning_key")
+    __slots__ = ("depth", "ids_key", "message", "num_calls", "previous", "reasoning_key")
 
     def __init__(self, previous: Conversation | None = None, message: Message | None = None) -> None:
-        """Without arguments: the empty conversation. Others come from :meth:`then`."""
+        """Without arguments: the empty conversation. Others come from :meth:`Conversations.extend`."""
         self.previous = previous
         self.message = message
         self.depth: int = 0
@@ -27,7 +27,6 @@ class Conversation:
         """Stands for the tool-call ids of all messages (a chained hash)."""
         self.reasoning_key: int = 0
         """Stands for the reasoning of all messages."""
-        self._continuations: dict[Message, Conversation] | None = None
         if previous is not None and message is not None:
             self.depth = previous.depth + 1
             self.num_calls = previous.num_calls + len(message.tool_calls)
@@ -48,21 +47,6 @@ class Conversation:
         found.reverse()
         return tuple(found)
 
-    def then(self, message: Message) -> Conversation:
-        """This conversation with one more message; the same message gives the same object."""
-        if self._continuations is None:
-            self._continuations = {}
-        found = self._continuations.get(message)
-        if found is None:
-            found = self._continuations[message] = Conversation(self, message)
-        return found
-
-    def extended(self, messages: Iterable[Message]) -> Conversation:
-        place = self
-        for message in messages:
-            place = place.then(message)
-        return place
-
     def ordinal_of(self, call_id: str) -> int:
         """Which call of this conversation has this id, counted from 0; the latest where ids repeat; -1 for none."""
         place = self
@@ -72,6 +56,29 @@ class Conversation:
                     return place.previous.num_calls + index
             place = place.previous
         return -1
+
+
+class Conversations:
+    """All conversations of one episode, each once.
+
+    What continues a conversation is known here and not there: without a cycle, an episode's messages are freed the
+    moment it is let go. The collector would find them late: control lets it look at what has lived for some seconds
+    once in minutes, and again once in hours.
+    """
+
+    def __init__(self) -> None:
+        self.start = Conversation()
+        """The empty one."""
+        self._known: dict[tuple[Conversation, Message], Conversation] = {}
+
+    def extend(self, place: Conversation, messages: Iterable[Message]) -> Conversation:
+        """``place`` with more messages; the same ones give the same object."""
+        for message in messages:
+            found = self._known.get((place, message))
+            if found is None:
+                found = self._known[place, message] = Conversation(place, message)
+            place = found
+        return place
 
 
 def spoken(message: Message) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from wingbeat.core.errors import RequestError
 from wingbeat.core.types import FinishReason, Provenance
 from wingbeat.tracking.arrays import float32, int32, merge_runs, pack_supports
 from wingbeat.tracking.continuations import AgentIndex, Continuation, continue_chat, continue_text, continue_tokens
-from wingbeat.tracking.conversation import Conversation
+from wingbeat.tracking.conversation import Conversation, Conversations
 from wingbeat.tracking.lineage import ReasoningRule
 from wingbeat.tracking.messages import Message
 from wingbeat.tracking.superseded import find_superseded
@@ -34,7 +34,7 @@ class EpisodeGraph:
     def __init__(self, episode_id: str) -> None:
         self.episode_id = episode_id
         self._turns: dict[str, Turn] = {}
-        self._start = Conversation()
+        self._conversations = Conversations()
         self._agents: dict[tuple[str, str], AgentIndex] = {}
         self._continued: set[str] = set()
         self._undelivered: set[str] = set()
@@ -227,7 +227,7 @@ class EpisodeGraph:
 
         Raises ValueError where the pieces do not fit each other.
         """
-        conversation = self._start
+        conversation = self._conversations.start
         if plan.kind is TurnKind.CHAT:
             if reply is None or reply.role != "assistant":
                 role = "none" if reply is None else repr(reply.role)
@@ -266,7 +266,8 @@ class EpisodeGraph:
 
     def converse(self, parent: Turn | None, *, news: Sequence[Message]) -> Conversation:
         """The conversation behind ``parent``'s, each message shared with equal earlier ones."""
-        return (self._start if parent is None else parent.conversation).extended(news)
+        start = self._conversations.start if parent is None else parent.conversation
+        return self._conversations.extend(start, news)
 
     def add(self, turn: Turn) -> Turn:
         """Append a turn as it is, for example one read from the ledger; parents come first.

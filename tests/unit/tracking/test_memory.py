@@ -6,11 +6,13 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from wingbeat.tracking import ChatTemplate, EpisodeGraph, Message, Turn
+from wingbeat.tracking.conversation import Conversation, Conversations
 
 GIGABYTE = 2**30
 SCRIPT = """
@@ -105,6 +107,36 @@ def test_prompts_do_not_outlive_their_request(chatml: ChatTemplate, say: Callabl
     del plan
     gc.collect()
     assert whole() is None
+
+
+def talk(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
+    """An episode of four turns, of which three continue the first, two of them alike."""
+    graph = EpisodeGraph("e")
+    first = say(graph, chatml, [Message("user", "hello")], "as<|im_end|>")
+    for text in ("so", "and", "so"):
+        say(graph, chatml, [*first.messages, Message("user", text)], "he<|im_end|>")
+
+
+def test_a_graph_is_freed_without_the_collector(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
+    """Control looks for cycles rarely: thousands of episodes would stay in memory meanwhile."""
+    kinds = (EpisodeGraph, Turn, Conversation, Message)
+    gc.collect()
+    gc.disable()
+    before = Counter(type(found) for found in gc.get_objects())
+    try:
+        for _ in range(3):
+            talk(chatml, say)
+        after = Counter(type(found) for found in gc.get_objects())
+    finally:
+        gc.enable()
+    assert {kind: after[kind] - before[kind] for kind in kinds} == dict.fromkeys(kinds, 0)
+
+
+def test_a_long_conversation_is_freed_without_deep_recursion() -> None:
+    known = Conversations()
+    last = known.extend(known.start, (Message("user", str(number)) for number in range(50_000)))
+    assert last.depth == 50_000
+    del known, last
 
 
 def test_a_fork_shares_the_messages_of_its_history(chatml: ChatTemplate, say: Callable[..., Turn]) -> None:
