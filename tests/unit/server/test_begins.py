@@ -90,6 +90,19 @@ async def test_a_repeated_begin_gets_its_first_answer(open_desk: OpenDesk, monke
         await begin(desk, "k1", label="other", **task)
 
 
+async def test_a_tentative_begin_is_not_forgotten(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger does not know it: a repeat would begin another attempt."""
+    monkeypatch.setattr(begins, "REMEMBERED", 2)
+    desk = open_desk()
+    task: dict[str, Any] = {"task": TaskModel(id="t"), "split": Split.EVAL}
+    trial = await begin(desk, "trial", tentative_s=5.0, **task)
+    first = await begin(desk, "k0", **task)
+    for number in range(1, 5):
+        await begin(desk, f"k{number}", **task)
+    assert await begin(desk, "trial", tentative_s=5.0, **task) == trial
+    assert (await begin(desk, "k0", **task)).api_key != first.api_key, "memory is bounded"
+
+
 async def test_a_begin_is_answered_once_it_is_on_disk(open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(begins, "DURABLE_S", 0.0)
     desk = open_desk()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,13 +16,18 @@ from wingbeat.core.errors import (
     PermissionDenied,
     UnknownEpisode,
 )
-from wingbeat.core.types import Split, Task
+from wingbeat.core.protocol import FinishReply
+from wingbeat.core.types import Cause, FinishReason, Split, Task
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.calls.replays import Fingerprint
 from wingbeat.server.episodes import registry as episodes
+from wingbeat.server.episodes.ended import Ended
 from wingbeat.server.episodes.registry import TRANSITIONS, EpisodeRegistry, EpisodeState, OpenEpisode
 from wingbeat.server.keys.ring import KeyRing, digest
 from wingbeat.tracking.graph import EpisodeGraph
+from wingbeat.tracking.messages import Message
+from wingbeat.tracking.template import ChatTemplate
+from wingbeat.tracking.turns import Turn
 
 GROUP = GroupSpec("g", Task("src", "t"), Split.TRAIN, 1, ("solver",), {"solver": 0})
 
@@ -82,7 +90,7 @@ def test_a_key_finds_its_own_attempt_in_header_or_path(registry: EpisodeRegistry
     registry.add(first)
     registry.lose(first)
     registry.add(second)
-    assert registry.by_key(bearing("one")) is first
+    assert registry.by_key(bearing("one")).attempt == 1
     assert registry.by_key({"x-api-key": "two"}) is second
     assert registry.by_key({}, "two") is second
     assert registry.current("ep") is second
@@ -114,7 +122,8 @@ def test_a_successor_supersedes_what_could_still_have_counted(registry: EpisodeR
     first.become(state)
     registry.add(attempt(number=2, key="two"))
     assert first.state is EpisodeState.SUPERSEDED
-    assert registry.by_key(bearing("one")) is first  # for a specific answer to a late call
+    found = registry.by_key(bearing("one"))  # for a specific answer to a late call
+    assert (found.attempt, found.state) == (1, EpisodeState.SUPERSEDED)
 
 
 def test_ended_attempts_are_forgotten_in_the_end(registry: EpisodeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +136,97 @@ def test_ended_attempts_are_forgotten_in_the_end(registry: EpisodeRegistry, monk
     with pytest.raises(AuthenticationError):
         registry.by_key(bearing("key-1"))
     assert registry.by_key(bearing("key-3")).num_sampled == 0
+
+
+def ended_fully(registry: EpisodeRegistry, episode: OpenEpisode) -> None:
+    """A finish that counts, as control ends it."""
+    registry.add(episode)
+    episode.become(EpisodeState.CLOSING)
+    episode.finish_digest = "finish"
+    episode.finish_reply = FinishReply(
+        episode_id=episode.episode_id,
+        attempt=episode.attempt,
+        state=EpisodeState.FINISHED,
+        num_turns=3,
+        num_sampled_tokens=7,
+        warning="rare",
+    )
+    episode.ended_by(Cause.AGENT_FINISHED, "all is well")
+    registry.end(episode, EpisodeState.FINISHED)
+
+
+def spoken(episode: OpenEpisode, template: ChatTemplate) -> OpenEpisode:
+    """With a turn of two tokens."""
+    graph = episode.graph
+    asked = [Message("user", "hi")]
+    graph.commit(
+        graph.resolve(policy="solver", agent="", messages=asked, tools=None, template=template),
+        turn_id="turn-0",
+        token_ids=[5, 6],
+        logprobs=[-1.0, -1.0],
+        versions=((0, 2),),
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        reply=Message("assistant", "yes"),
+    )
+    return episode
+
+
+async def test_what_is_remembered_answers_as_the_attempt_did(registry: EpisodeRegistry) -> None:
+    first = attempt(key="one")
+    first.client, first.label, first.code = "me", "v1", "c0de"
+    registry.add_key(first, digest("two"))
+    ended_fully(registry, first)
+    for key in ("one", "two"):
+        found = registry.by_id("ep", bearing(key))
+        assert found is not first
+        for name in ("attempt", "group", "policies", "label", "client", "code", "key_digest", "more_keys"):
+            assert getattr(found, name) == getattr(first, name)
+        for name in ("state", "outcome", "cause", "message", "finish_digest", "finish_reply"):
+            assert getattr(found, name) == getattr(first, name)
+        assert found.has_finish and await found.finished() == await first.finished()
+    assert registry.current("ep") is not None
+
+
+def test_an_ended_attempt_leaves_one_small_value(
+    registry: EpisodeRegistry, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: attempts, graphs and what their turns held go at once, without the collector."""
+    monkeypatch.setattr(episodes, "REMEMBERED", 20)
+    gc.collect()
+    gc.disable()
+    before = Counter(type(found) for found in gc.get_objects())
+    try:
+        for number in range(50):
+            ended_fully(registry, spoken(attempt(f"ep-{number}", key=f"key-{number}"), template))
+        after = Counter(type(found) for found in gc.get_objects())
+    finally:
+        gc.enable()
+    for kind in (OpenEpisode, EpisodeGraph, Turn, FinishReply, Ended, asyncio.Lock):
+        assert after[kind] <= before[kind], kind
+    kept = [n for n in range(50) if registry.current(f"ep-{n}") is not None]
+    assert kept == list(range(30, 50))
+
+
+def test_an_attempt_that_changes_after_its_end_is_remembered_as_it_is(
+    registry: EpisodeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "REMEMBERED", 2)
+    first = attempt(key="one")
+    registry.add(first)
+    registry.end(first, EpisodeState.ABORTED)
+    second = attempt(number=2, key="two")
+    registry.add(second)  # the first is superseded
+    assert registry.by_key(bearing("one")).state is EpisodeState.SUPERSEDED
+    registry.end(second, EpisodeState.ABORTED)
+    assert registry.by_key(bearing("one")).state is EpisodeState.SUPERSEDED
+    assert (found := registry.current("ep")) is not None and found.attempt == 2
+    third = attempt("other", key="three")
+    registry.add(third)
+    registry.end(third, EpisodeState.ABORTED)
+    with pytest.raises(AuthenticationError):
+        registry.by_key(bearing("one"))
+    assert (found := registry.current("ep")) is not None and found.attempt == 2
 
 
 def test_forgetting_an_old_attempt_keeps_its_successor(

@@ -44,7 +44,9 @@ from wingbeat.tracking.graph import EpisodeGraph
 if TYPE_CHECKING:
     from wingbeat.server.episodes.rollout_parts import RolloutParts
 
-REMEMBERED = 20_000
+REMEMBERED = 4096
+"""Begins whose repeats get the same key again: a client repeats one within moments.  The ledger knows the older ones,
+and whose attempts go on get another key."""
 GOES_ON = frozenset({EpisodeState.OPEN, EpisodeState.LOST, EpisodeState.PREPARED})
 """States in which a key is worth something."""
 DURABLE_S = 20.0
@@ -124,8 +126,17 @@ class Begins:
 
     def _remember(self, begun: Begun) -> None:
         self._begun[begun.episode.idempotency_key] = begun
-        while len(self._begun) > REMEMBERED:
-            self._begun.popitem(last=False)
+        for _ in range(2):  # after many at once the number falls again
+            if len(self._begun) > REMEMBERED:
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Unless it is tentative: the ledger does not know it, and a repeat would begin another."""
+        key, begun = next(iter(self._begun.items()))
+        if begun.episode.state is EpisodeState.TENTATIVE:
+            self._begun.move_to_end(key)
+        else:
+            del self._begun[key]
             self._has_forgotten = True
 
     async def answer(self, begun: Begun, *, base_url: str) -> BeginReply:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from wingbeat.core.protocol import FinishReply, TaskModel
 from wingbeat.core.types import OUTCOME_OF, Cause, Outcome, Split
 from wingbeat.dataflow.records import GroupSpec
 from wingbeat.server.calls.replays import ReplayBook, SeenCalls
-from wingbeat.server.episodes.ended import let_go
+from wingbeat.server.episodes.ended import Ended, EndedAttempts, let_go
 from wingbeat.server.keys.principals import MAY_HOLD_EPISODES, Role
 from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer, digest, keys_in
 from wingbeat.tracking.graph import EpisodeGraph
@@ -228,12 +227,10 @@ class EpisodeRegistry:
         """Told every attempt that begins or is restored."""
         self._keys = keys
         self._clock = clock
-        self._by_id: dict[str, OpenEpisode] = {}
         self._by_key: dict[str, OpenEpisode] = {}
-        self._ended: OrderedDict[str, OpenEpisode] = OrderedDict()
-        """By key digest, oldest first."""
         self._running: dict[str, OpenEpisode] = {}
-        """By episode id, those that may still finish: few beside the ended ones that are remembered."""
+        """By episode id, those that may still finish."""
+        self._ended = EndedAttempts()
         self._tentative: dict[str, OpenEpisode] = {}
         """By key digest."""
 
@@ -246,12 +243,12 @@ class EpisodeRegistry:
     def add(self, episode: OpenEpisode) -> None:
         """Register a new attempt; its predecessor, if any, can no longer count."""
         self._tentative.pop(episode.key_digest, None)
-        previous = self._by_id.get(episode.episode_id)
+        previous = self.current(episode.episode_id)
         if previous is not None and EpisodeState.SUPERSEDED in TRANSITIONS[previous.state]:
             self.end(previous, EpisodeState.SUPERSEDED)
         episode.opened = self._clock()
         self.on_add(episode)
-        self._by_id[episode.episode_id] = self._running[episode.episode_id] = episode
+        self._running[episode.episode_id] = episode
         self._by_key.update(dict.fromkeys((episode.key_digest, *episode.more_keys), episode))
 
     def add_key(self, episode: OpenEpisode, key_digest: str) -> None:
@@ -261,8 +258,7 @@ class EpisodeRegistry:
 
     def recall(self, episode: OpenEpisode) -> None:
         """An attempt that ended before this process began: it answers for a while, as others do that have ended."""
-        self.remember(episode)
-        self._by_id.setdefault(episode.episode_id, episode)
+        self._remember(episode, is_current=self.current(episode.episode_id) is None)
 
     def lose(self, episode: OpenEpisode) -> None:
         """No sign of life: the graph stays, since a late finish may still count."""
@@ -275,23 +271,27 @@ class EpisodeRegistry:
 
     def current(self, episode_id: str) -> OpenEpisode | None:
         """The newest attempt of an episode."""
-        return self._by_id.get(episode_id)
+        return self._running.get(episode_id) or _recalled(self._ended.current(episode_id))
+
+    def of_key(self, key_digest: str) -> OpenEpisode | None:
+        """The attempt of this key."""
+        return self._by_key.get(key_digest) or _recalled(self._ended.of_key(key_digest))
 
     def remember(self, episode: OpenEpisode) -> None:
         """Let go of an ended attempt's tokens and answers; keep its end for later calls."""
+        known = self.current(episode.episode_id)
+        self._remember(episode, is_current=known is not None and known.attempt == episode.attempt)
+
+    def _remember(self, episode: OpenEpisode, *, is_current: bool) -> None:
         self.replays.forget(episode.seen)
         let_go(episode)
         self._tentative.pop(episode.key_digest, None)
         if self._running.get(episode.episode_id) is episode:
             del self._running[episode.episode_id]
-        self._by_key.update(dict.fromkeys((episode.key_digest, *episode.more_keys), episode))
-        self._ended[episode.key_digest] = episode
-        while len(self._ended) > REMEMBERED:
-            key, old = self._ended.popitem(last=False)
-            for known in (key, *old.more_keys):
-                self._by_key.pop(known, None)
-            if self._by_id.get(old.episode_id) is old:
-                del self._by_id[old.episode_id]
+        ended = Ended.of(episode)
+        for key in ended.keys:
+            self._by_key.pop(key, None)
+        self._ended.keep(ended, is_current=is_current, limit=REMEMBERED)
 
     def by_key(self, headers: Mapping[str, str], path_key: str = "") -> OpenEpisode:
         """The attempt whose key a model call carries.  Raises AuthenticationError."""
@@ -301,7 +301,7 @@ class EpisodeRegistry:
                 "no API key: use the `api_key` that beginning the episode returned, or a collect key"
             )
         for key in keys:
-            episode = self._by_key.get(digest(key))
+            episode = self.of_key(digest(key))
             if episode is not None:
                 return episode
         raise AuthenticationError(STRANGE_KEY)
@@ -312,7 +312,7 @@ class EpisodeRegistry:
         Raises UnknownEpisode, AuthenticationError, PermissionDenied.
         """
         key = bearer(headers)
-        own = self._by_key.get(digest(key)) if key else None
+        own = self.of_key(digest(key)) if key else None
         if own is not None:
             if own.episode_id != episode_id:
                 raise PermissionDenied(f"this key belongs to another episode than {episode_id!r}")
@@ -320,7 +320,7 @@ class EpisodeRegistry:
         if key.startswith(EPISODE_PREFIX):  # also where no key is needed: it must not reach another attempt
             raise AuthenticationError(STRANGE_KEY)
         caller = self._keys.require(headers, MAY_HOLD_EPISODES)
-        episode = self._by_id.get(episode_id)
+        episode = self.current(episode_id)
         is_own = episode is not None and bool(caller.key_id) and episode.client == caller.key_id
         if caller.role is not Role.ADMIN and not is_own:
             raise PermissionDenied(f"episode {episode_id!r} was not begun with this key: use the episode's own")
@@ -360,6 +360,35 @@ class EpisodeRegistry:
             if episode.state is EpisodeState.OPEN and not episode.calls and now - episode.last_seen > limit:
                 lost.append(episode)
         return lost
+
+
+def _recalled(ended: Ended | None) -> OpenEpisode | None:
+    """As it was when it ended: it answers questions and repeats, and nothing else."""
+    if ended is None:
+        return None
+    episode = OpenEpisode(
+        episode_id=ended.episode_id,
+        attempt=ended.attempt,
+        group=ended.group,
+        policies=ended.policies,
+        label=ended.label,
+        key_digest=ended.key_digest,
+        idle_timeout_s=0.0,
+        began_s=0.0,
+        last_seen=0.0,
+        graph=EpisodeGraph(ended.episode_id),
+        client=ended.client,
+        code=ended.code,
+        state=ended.state,
+        more_keys=list(ended.more_keys),
+        outcome=ended.outcome,
+        cause=ended.cause,
+        message=ended.message,
+        finish_digest=ended.finish_digest,
+        finish_reply=ended.finish_reply,
+    )
+    let_go(episode)
+    return episode
 
 
 def new_episode_prefix() -> str:
