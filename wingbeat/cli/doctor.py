@@ -23,8 +23,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from wingbeat.core.config import ServerConfig
-from wingbeat.core.errors import DependencyMissing
+from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.deploy.devices import usable_cores
+from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, CPU, CPUACCT, MEMORY, PIDS, find_homes
+from wingbeat.resources.backends.sandbox import find_means
 
 SERVER_PACKAGES = (
     "fastapi",
@@ -49,6 +51,8 @@ OPTIONAL_PACKAGES = {
     "uvloop": ("faster event loops", "pip install uvloop"),
     "matplotlib": ("plots", "pip install 'wingbeat[server]'"),
     "reasoning-gym": ("reasoning-gym tasks", "pip install 'wingbeat[environments]'"),
+    "gymnasium": ("gymnasium's toy text", "pip install 'wingbeat[environments]'"),
+    "textarena": ("games of textarena", "pip install 'wingbeat[environments]'"),
 }
 
 DEFAULT_PORT = ServerConfig().port
@@ -113,6 +117,7 @@ def examine(*, port: int) -> Iterator[Finding]:
     yield check_shared_memory(Path("/dev/shm"))
     yield check_port("127.0.0.1", port)
     yield check_models()
+    yield check_sandboxes()
     for package, (purpose, command) in OPTIONAL_PACKAGES.items():
         version = installed_version(package)
         if version is None:
@@ -227,6 +232,27 @@ def check_models() -> Finding:
     if found:
         return Finding("model packages", Level.OK, ", ".join(found))
     return Finding("model packages", Level.NOTE, "none", "models also come from folders, .gguf files and the hub")
+
+
+def check_sandboxes() -> Finding:
+    """Whether resources of kind "sandbox" work here, and what holds their limits."""
+    homes = find_homes()
+    try:
+        find_means(homes)
+    except ConfigError as error:
+        needed = "needed only for resources of kind 'sandbox', where tools run what a model wrote"
+        return Finding("sandboxes", Level.NOTE, str(error).removeprefix("resource kind 'sandbox': "), needed)
+    missing = [name for name in CONTROLLERS if name not in homes]
+    if not missing:
+        return Finding("sandboxes", Level.OK, f"bubblewrap; all limits hold, by control groups v{homes.version}")
+    without = {
+        MEMORY: "memory_mb holds for each process only",
+        PIDS: "pids holds by RLIMIT_NPROC",
+        CPU: "cpus is refused",
+        CPUACCT: "cpu_s holds for each process only",
+    }
+    found = f"bubblewrap, but no control groups for {', '.join(missing)} ({homes.reason})"
+    return Finding("sandboxes", Level.NOTE, found, "; ".join(without[name] for name in missing))
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
@@ -20,6 +21,7 @@ from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.client.team_sync import SyncTeamEpisode, synchronous
 from wingbeat.client.user_code import load_python_file
 from wingbeat.core.errors import RequestError, SetupError
+from wingbeat.core.types import Task
 
 AsyncAgentFunction = (
     Callable[[Episode], Awaitable[RewardLike | None]] | Callable[[TeamEpisode], Awaitable[RewardLike | None]]
@@ -31,15 +33,22 @@ class Agent:
     """A function of an episode that returns its reward, or None if it called ``episode.finish`` itself.
 
     A synchronous function runs in a thread of its own and gets a :class:`SyncEpisode`.  ``sources`` are the
-    task sources that it can solve (None: all): its runner asks for no others.
+    task sources that it can solve (None: all): its runner asks for no others.  ``resources`` are what it will lease,
+    by name: specs, or functions of the task that give one.  They are started, together, as the episode begins; the
+    function leases them as usual (``episode.lease(spec, name=...)``).
     """
 
     def __init__(
-        self, function: AsyncAgentFunction | SyncAgentFunction, *, sources: Sequence[str] | None = None
+        self,
+        function: AsyncAgentFunction | SyncAgentFunction,
+        *,
+        sources: Sequence[str] | None = None,
+        resources: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(sources, str) or (sources is not None and not sources):
             raise RequestError(f"@agent expects a list of task sources, got {sources!r}", param="sources")
         self.sources = None if sources is None else tuple(sources)
+        self.resources = dict(resources or {})
         if not callable(function):
             raise RequestError(f"@agent expects a function of an episode, got {function!r}")
         self._function: Callable[[Any], Any] = function
@@ -62,18 +71,24 @@ class Agent:
         ``sys.exit()`` in an agent becomes RuntimeError: it ends this episode, not its siblings.
         """
         try:
+            if self.resources:
+                episode.prefetch(self.specs_for(episode.task))
             if self.is_async:
                 return await self._function(episode)
             port = LoopPort(asyncio.get_running_loop())
             function = functools.partial(self._function, synchronous(episode, port))
-            return await _run_in_thread(function, name=self.name, abandoned=self._abandoned)
+            return await run_in_thread(function, name=f"wingbeat-agent-{self.name}", abandoned=self._abandoned)
         except SystemExit as error:
             raise RuntimeError(f"agent {self.name} called sys.exit({error.code!r})") from error
+
+    def specs_for(self, task: Task) -> dict[str, Any]:
+        """What it declares to lease for a task, by name."""
+        return {name: spec(task) if callable(spec) else spec for name, spec in self.resources.items()}
 
     @property
     def num_stuck(self) -> int:
         """Threads of its function that still run although nobody waits for them any more."""
-        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        self._abandoned.difference_update([thread for thread in self._abandoned if not thread.is_alive()])
         return len(self._abandoned)
 
     def __repr__(self) -> str:
@@ -83,20 +98,26 @@ class Agent:
 @overload
 def agent(function: AsyncAgentFunction | SyncAgentFunction) -> Agent: ...
 @overload
-def agent(*, sources: Sequence[str]) -> Callable[[AsyncAgentFunction | SyncAgentFunction], Agent]: ...
 def agent(
-    function: AsyncAgentFunction | SyncAgentFunction | None = None, *, sources: Sequence[str] | None = None
+    *, sources: Sequence[str] | None = None, resources: Mapping[str, Any] | None = None
+) -> Callable[[AsyncAgentFunction | SyncAgentFunction], Agent]: ...
+def agent(
+    function: AsyncAgentFunction | SyncAgentFunction | None = None,
+    *,
+    sources: Sequence[str] | None = None,
+    resources: Mapping[str, Any] | None = None,
 ) -> Agent | Callable[[AsyncAgentFunction | SyncAgentFunction], Agent]:
     """Mark the function that solves an episode: ``@wingbeat.agent``.
 
-    ``@wingbeat.agent(sources=["sums"])`` also says whose tasks it can solve.
+    ``@wingbeat.agent(sources=["sums"])`` also says whose tasks it can solve, ``@wingbeat.agent(resources={"repo":
+    spec_of})`` what it will lease: a spec, or a function of the task that gives one.
     """
     if function is not None:
-        return Agent(function, sources=sources)
-    return functools.partial(Agent, sources=sources)
+        return Agent(function, sources=sources, resources=resources)
+    return functools.partial(Agent, sources=sources, resources=resources)
 
 
-async def _run_in_thread(function: Callable[[], Any], *, name: str, abandoned: set[threading.Thread]) -> Any:
+async def run_in_thread(function: Callable[[], Any], *, name: str, abandoned: set[threading.Thread]) -> Any:
     """Run in a daemon thread: unlike an executor's, it cannot keep a stopped process alive.
 
     If the wait is cancelled the thread goes on, since nothing can end it; it is added to ``abandoned``.
@@ -118,11 +139,11 @@ async def _run_in_thread(function: Callable[[], Any], *, name: str, abandoned: s
         try:
             result = context.run(function)
         except BaseException as raised:  # noqa: BLE001 (a thread's boundary: carried over whole to the awaiting task)
-            error = RuntimeError("agent raised StopIteration") if isinstance(raised, StopIteration) else raised
-        if not loop.is_closed():
+            error = RuntimeError(f"{name} raised StopIteration") if isinstance(raised, StopIteration) else raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    thread = threading.Thread(target=work, name=f"wingbeat-agent-{name}", daemon=True)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:
         return await future

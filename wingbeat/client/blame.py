@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from wingbeat.core.errors import WingbeatError
+from wingbeat.core.errors import UnavailableError, WingbeatError
 from wingbeat.core.types import Cause
 
 MAX_MESSAGE_CHARS = 4000
@@ -57,7 +57,7 @@ def _is_ours(error: BaseException, server: str) -> bool:
     The SDKs of OpenAI and Anthropic, and httpx under them, say which request failed and with which status, if any.
     """
     if isinstance(error, WingbeatError):
-        return error.retryable
+        return error.retryable or isinstance(error, UnavailableError)  # a lost sandbox is not the agent's fault
     url = str(getattr(_request_of(error), "url", ""))
     if not url or urlsplit(url)[:2] != urlsplit(server)[:2]:
         return False

@@ -165,17 +165,38 @@ class Episode:
         await self._ended.wait()
         return self._state
 
-    def lease(self, spec: Any, *, name: str = "") -> AbstractAsyncContextManager[ResourceLease]:
+    def lease(
+        self, spec: Any, *, name: str = "", wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[ResourceLease]:
         """Hold a resource (a tool, a sandbox) for a block: ``async with episode.lease(spec) as r: r.value ...``
 
-        It ends with its block or with the episode, whichever comes first.  Raises RequestError where the
-        swarm has no resource pool, EpisodeClosed once the episode is over.
+        It ends with its block or with the episode, whichever comes first.  The same ``name`` again, while it is held,
+        is the same resource.  ``wait_s`` bounds the wait for its turn (None: as the pool does).  Raises RequestError
+        where the swarm has no resource pool, EpisodeClosed once the episode is over.
         """
+        return self._pool().lease(spec, name=name, owner=self._owner, wait_s=wait_s)
+
+    def lease_all(
+        self, specs: Mapping[str, Any], *, wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[Mapping[str, ResourceLease]]:
+        """Hold several for a block, by name: all of them or none, so that two episodes that want the same ones never
+        wait for each other.  Raises as :meth:`lease`."""
+        return self._pool().lease_all(specs, owner=self._owner, wait_s=wait_s)
+
+    def prefetch(self, specs: Any) -> None:
+        """Begin to start what this episode will lease soon (a spec, or several by name), and return at once.
+
+        A lease of an equal spec takes it over; what is never leased ends with the episode.  ``@agent(resources=...)``
+        does it as the episode begins.  Raises as :meth:`lease`, and for a spec that could never be had.
+        """
+        self._pool().prefetch(specs, owner=self._owner)
+
+    def _pool(self) -> ResourcePool:
         if self._resources is None:
-            raise RequestError("this swarm has no resource pool: AsyncSwarm(url, resources=LocalPool())")
+            raise RequestError("this swarm has no resource pool: AsyncSwarm(url, resources=Resources())")
         if self._state is not EpisodeState.OPEN:
             raise EpisodeClosed(f"episode {self.id} is {self._state.value}; it takes no more resources")
-        return self._resources.lease(spec, name=name, owner=self._owner)
+        return self._resources
 
     async def finish(
         self,

@@ -7,12 +7,17 @@ import importlib
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from wingbeat.client.agents import Agent, load_agent
 from wingbeat.client.runner import RunnerOptions
 from wingbeat.client.swarm import AsyncSwarm
 from wingbeat.client.team import AsyncTeam
+from wingbeat.core.errors import SetupError
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class RolloutPlan:
     """Which agent runs where."""
 
     agent: str
-    """``FILE.py`` or ``FILE.py:NAME``."""
+    """``FILE.py`` or ``FILE.py:NAME``; with a ``maker``, a name for people."""
     url: str = "http://127.0.0.1:8321"
     key: str | None = field(default=None, repr=False)
     concurrency: int = 16
@@ -28,7 +33,16 @@ class RolloutPlan:
     processes: int = 1
     options: RunnerOptions = field(default_factory=RunnerOptions)
     resources: str = ""
-    """Import path ``MODULE:NAME`` of what makes each process's resource pool; "" for none."""
+    """Import path ``MODULE:NAME`` of what makes a process's resource pool, given how many processes share the machine;
+    "" for none."""
+    resource_urls: tuple[str, ...] = ()
+    """Resources servers for everything but in-process objects; ``auto`` for those that report to the server."""
+    resource_key: str | None = field(default=None, repr=False)
+    """Theirs; None: ``key``."""
+    maker: str = ""
+    """Import path ``MODULE:NAME`` of what makes the agent from ``settings``; "": it is the file ``agent``."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """JSON data, for the maker."""
     log_level: int = logging.INFO
     """Of child processes; this process keeps its own."""
     servers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -61,6 +75,14 @@ class RolloutPlan:
         return replace(self, options=replace(self.options, max_episodes=max_episodes))
 
 
+def plan_agent(plan: RolloutPlan) -> Agent:
+    """The agent that a plan names.  Raises SetupError."""
+    if not plan.maker:
+        return load_agent(plan.agent)
+    module, _, name = plan.maker.partition(":")
+    return getattr(importlib.import_module(module), name)(plan.settings)
+
+
 _PLAN = TypeAdapter(RolloutPlan)
 
 
@@ -80,7 +102,10 @@ async def connect(plan: RolloutPlan) -> AsyncGenerator[AsyncSwarm | AsyncTeam]:
         pool = None
         if plan.resources:
             module, _, name = plan.resources.partition(":")
-            pool = await stack.enter_async_context(getattr(importlib.import_module(module), name)())
+            make = getattr(importlib.import_module(module), name)
+            urls = await resource_urls(plan)
+            remote = {"urls": urls, "key": plan.resource_key or plan.key} if urls else {}
+            pool = await stack.enter_async_context(make(plan.processes, **remote))
         if not plan.servers:
             yield await stack.enter_async_context(AsyncSwarm(plan.url, plan.key, resources=pool))
             return
@@ -88,3 +113,19 @@ async def connect(plan: RolloutPlan) -> AsyncGenerator[AsyncSwarm | AsyncTeam]:
             name: AsyncSwarm(url, plan.keys.get(name, plan.key), resources=pool) for name, url in plan.servers.items()
         }
         yield await stack.enter_async_context(AsyncTeam(swarms, journal=plan.journal or None))
+
+
+async def resource_urls(plan: RolloutPlan) -> list[str]:
+    """Where its resources servers are.  Raises SetupError where the server is asked and knows of none."""
+    found = [url for url in plan.resource_urls if url != AUTO]
+    if AUTO in plan.resource_urls:
+        leading = next(iter(plan.servers), "")
+        async with AsyncSwarm(plan.servers.get(leading, plan.url), plan.keys.get(leading, plan.key)) as swarm:
+            known = [server.url for server in (await swarm.resource_servers()).servers]
+        if not known:
+            raise SetupError(
+                f"no resources server reports to {swarm.url}: start `wingbeat resources --server {swarm.url}`, or name"
+                " its address in place of auto"
+            )
+        found += [url for url in known if url not in found]
+    return found

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from wingbeat.client.agents import load_agent
+from wingbeat.client.agents import Agent
 from wingbeat.client.deadlines import LEAVING_S
-from wingbeat.client.plans import RolloutPlan, connect
+from wingbeat.client.plans import RolloutPlan, connect, plan_agent
 from wingbeat.client.runner import Runner
 from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
 from wingbeat.client.worker_process import on_signals
@@ -38,8 +38,9 @@ def run_rollouts(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | No
     be loaded, WingbeatError if a child process cannot be kept running.
     """
     if not plan.is_managed:
-        load_agent(plan.agent)
-        return run_async(_run(plan, on_end=on_end))
+        return run_async(_run(plan, plan_agent(plan), on_end=on_end))
+    if plan.watch and plan.maker:
+        raise SetupError("--watch follows the files of an agent, and this one is no file: leave it out")
     if plan.watch and plan.options.max_episodes is not None:
         raise SetupError("an agent that is watched runs until it is stopped: leave out max_episodes, or --watch")
     from wingbeat.client.fleet import Fleet  # not needed by most clients
@@ -102,9 +103,9 @@ def leave_in_time(exit_code: int, *, after_s: float = LEAVING_S) -> None:
     threading.Thread(target=watch, name="leave-in-time", daemon=True).start()
 
 
-async def _run(plan: RolloutPlan, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
+async def _run(plan: RolloutPlan, agent: Agent, *, on_end: Callable[[EpisodeEnd], None] | None = None) -> RunnerStats:
     """Run in this process, heeding its signals."""
     async with connect(plan) as swarm:
-        runner = Runner(swarm, load_agent(plan.agent), plan.concurrency, options=plan.options, on_end=on_end)
+        runner = Runner(swarm, agent, plan.concurrency, options=plan.options, on_end=on_end)
         with on_signals(lambda: runner.stop(now=runner.stopping)):
             return await runner.run()

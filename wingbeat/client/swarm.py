@@ -24,10 +24,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from wingbeat.client.episode import Episode
 from wingbeat.client.heartbeats import HeartbeatThread
+from wingbeat.client.pool_reports import PoolReports
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
 from wingbeat.core.errors import RequestError
-from wingbeat.core.ports import ResourcePool
+from wingbeat.core.ports import MeasuredPool, ResourcePool
 from wingbeat.core.protocol import (
     BeginReply,
     BeginRequest,
@@ -51,6 +52,7 @@ from wingbeat.core.protocol import (
     source_fault,
 )
 from wingbeat.core.protocol_deployment import DeploymentReply, DeploymentRequest
+from wingbeat.core.protocol_resources import ResourceServers
 from wingbeat.core.protocol_variants import ReleaseReply, ReleaseRequest, VariantsReply, VariantsRequest
 from wingbeat.core.types import Group, Split, Task
 
@@ -133,6 +135,9 @@ class AsyncSwarm:
             self.url, key=key, timeout_s=timeout_s, retry=self._retry, client_id=self.client_id, ca=ca
         )
         self._heartbeats = HeartbeatThread(self.url, client_id=self.client_id, ca=ca)
+        self._reports: PoolReports | None = None
+        if isinstance(resources, MeasuredPool):
+            self._reports = PoolReports(resources, self._transport, client_id=self.client_id)
         self._long_timeout_s = timeout_s + _LONG_POLL_EXTRA_S
 
     async def __aenter__(self) -> Self:
@@ -146,6 +151,8 @@ class AsyncSwarm:
     async def close(self) -> None:
         """End connections and heartbeats; twice is harmless.  Running episodes are not aborted."""
         await asyncio.to_thread(self._heartbeats.close)
+        if self._reports is not None:
+            await self._reports.close()
         await self._transport.close()
 
     async def begin(self, **options: Unpack[BeginOptions]) -> Episode:
@@ -159,6 +166,8 @@ class AsyncSwarm:
         retry = None if body.tentative_s is None else RetryPolicy(budget_s=0)
         call = Call("POST", "/api/episodes", body=body, timeout_s=self._long_timeout_s, retry=retry)
         reply = await self._transport.send(call, BeginReply)
+        if self._reports is not None:
+            self._reports.start()
         return Episode(
             reply,
             transport=self._transport,
@@ -312,6 +321,10 @@ class AsyncSwarm:
     async def transaction(self, transaction_id: str) -> TransactionReply:
         """Where a transaction stands on this server."""
         return await self._transport.send(Call("GET", f"/api/transactions/{transaction_id}"), TransactionReply)
+
+    async def resource_servers(self) -> ResourceServers:
+        """The resources servers that report to this server, the least busy first."""
+        return await self._transport.send(Call("GET", "/api/resources/servers"), ResourceServers)
 
     async def deployment(self) -> DeploymentReply:
         """How many engines the server's supervisor is to run, and which are connected."""

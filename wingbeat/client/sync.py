@@ -9,7 +9,6 @@ All I/O runs on one event loop in a background thread; heartbeats have their own
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, SupportsFloat, TypeVar, Un
 
 from wingbeat.client import model_clients
 from wingbeat.client.episode import Episode, EpisodeState
-from wingbeat.client.loop_thread import LoopPort, LoopThread
 from wingbeat.client.rewards import RewardLike
 from wingbeat.client.swarm import AgentVersion, AsyncSwarm, BeginOptions, LeaseOptions
 from wingbeat.client.team_episode import TeamEpisode
+from wingbeat.core.loop_thread import Blocking, LoopPort, LoopThread
 from wingbeat.core.ports import ResourceLease, ResourcePool
 from wingbeat.core.protocol import (
     EpisodeReply,
@@ -37,6 +36,7 @@ from wingbeat.core.protocol import (
     TaskSourceReply,
 )
 from wingbeat.core.protocol_deployment import DeploymentReply
+from wingbeat.core.protocol_resources import ResourceServers
 from wingbeat.core.protocol_variants import VariantsReply
 from wingbeat.core.types import Cause, Group, Outcome, Split, Task
 
@@ -92,6 +92,25 @@ class EpisodeTwin(Generic[E]):
         self._port.call(self._episode.__aexit__(kind, error, tb))
 
 
+class BlockingLease:
+    """A held resource for synchronous code."""
+
+    def __init__(self, lease: ResourceLease, spec: Any, port: LoopPort) -> None:
+        self._lease = lease
+        self._port = port
+        self._is_local = spec.kind == "local"
+
+    @property
+    def name(self) -> str:
+        return self._lease.name
+
+    @property
+    def value(self) -> Any:
+        """What the back-end hands out; an object of this process comes as it is."""
+        value = self._lease.value
+        return value if self._is_local else Blocking(value, self._port)
+
+
 class SyncEpisode(EpisodeTwin[Episode]):
     """:class:`wingbeat.client.Episode` for synchronous code; same names, same meaning."""
 
@@ -138,22 +157,27 @@ class SyncEpisode(EpisodeTwin[Episode]):
         """As :meth:`Episode.confirm`."""
         self._port.call(self._episode.confirm())
 
-    @contextlib.contextmanager
-    def lease(self, spec: Any, *, name: str = "") -> Iterator[ResourceLease]:
-        """As :meth:`Episode.lease`, with ``with``."""
+    @contextmanager
+    def lease(self, spec: Any, *, name: str = "", wait_s: float | None = None) -> Iterator[ResourceLease]:
+        """As :meth:`Episode.lease`, with ``with``; the coroutine functions of its value are ordinary ones here."""
+        with self._port.entered(self._episode.lease(spec, name=name, wait_s=wait_s)) as lease:
+            yield BlockingLease(lease, spec, self._port)
 
-        async def hold() -> ResourceLease:
-            return await held.__aenter__()
+    @contextmanager
+    def lease_all(
+        self, specs: Mapping[str, Any], *, wait_s: float | None = None
+    ) -> Iterator[Mapping[str, ResourceLease]]:
+        """As :meth:`Episode.lease_all`, with ``with``."""
+        with self._port.entered(self._episode.lease_all(specs, wait_s=wait_s)) as leases:
+            yield {name: BlockingLease(lease, specs[name], self._port) for name, lease in leases.items()}
 
-        async def give_back() -> None:
-            await held.__aexit__(None, None, None)
+    def prefetch(self, specs: Any) -> None:
+        """As :meth:`Episode.prefetch`."""
 
-        held = self._episode.lease(spec, name=name)
-        lease = self._port.call(hold())
-        try:
-            yield lease
-        finally:
-            self._port.call(give_back())
+        async def fetch() -> None:
+            self._episode.prefetch(specs)
+
+        self._port.call(fetch())
 
     def status(self) -> EpisodeReply:
         """As :meth:`Episode.status`."""
@@ -183,7 +207,7 @@ class Swarm:
             resources=resources,
             ca=ca,
         )
-        self._thread = LoopThread()
+        self._thread = LoopThread("wingbeat-client")
         self._port = self._thread.port
 
     @property
@@ -221,6 +245,10 @@ class Swarm:
     def variants(self) -> VariantsReply:
         """As :meth:`AsyncSwarm.variants`."""
         return self._port.call(self._swarm.variants())
+
+    def resource_servers(self) -> ResourceServers:
+        """As :meth:`AsyncSwarm.resource_servers`."""
+        return self._port.call(self._swarm.resource_servers())
 
     def deployment(self) -> DeploymentReply:
         """As :meth:`AsyncSwarm.deployment`."""

@@ -109,9 +109,21 @@ class TeamEpisode:
                 wait.cancel()
         return self.state
 
-    def lease(self, spec: Any, *, name: str = "") -> AbstractAsyncContextManager[ResourceLease]:
+    def lease(
+        self, spec: Any, *, name: str = "", wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[ResourceLease]:
         """As :meth:`Episode.lease`, with the resources of the leading server's swarm."""
-        return self.lead.lease(spec, name=name)
+        return self.lead.lease(spec, name=name, wait_s=wait_s)
+
+    def lease_all(
+        self, specs: Mapping[str, Any], *, wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[Mapping[str, ResourceLease]]:
+        """As :meth:`Episode.lease_all`, likewise."""
+        return self.lead.lease_all(specs, wait_s=wait_s)
+
+    def prefetch(self, specs: Any) -> None:
+        """As :meth:`Episode.prefetch`, likewise."""
+        self.lead.prefetch(specs)
 
     async def finish(
         self,

@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, Self, SupportsFloat, Unpack
 
 from wingbeat.client.episode import Episode
-from wingbeat.client.loop_thread import LoopPort, LoopThread
 from wingbeat.client.rewards import RewardLike
 from wingbeat.client.swarm import AsyncSwarm, LeaseOptions
 from wingbeat.client.sync import EpisodeTwin, SyncEpisode
 from wingbeat.client.team import AsyncTeam, TeamBeginOptions
 from wingbeat.client.team_episode import TeamEpisode
+from wingbeat.core.loop_thread import LoopPort, LoopThread
 from wingbeat.core.ports import ResourceLease
 from wingbeat.core.protocol import FinishReply, LeaseReply
 from wingbeat.core.types import Outcome
@@ -51,9 +51,19 @@ class SyncTeamEpisode(EpisodeTwin[TeamEpisode]):
         """As :meth:`TeamEpisode.finish`."""
         return self._port.call(self._episode.finish(reward, metrics=metrics, outcome=outcome, message=message))
 
-    def lease(self, spec: Any, *, name: str = "") -> AbstractContextManager[ResourceLease]:
+    def lease(self, spec: Any, *, name: str = "", wait_s: float | None = None) -> AbstractContextManager[ResourceLease]:
         """As :meth:`TeamEpisode.lease`, with ``with``."""
-        return self.lead.lease(spec, name=name)
+        return self.lead.lease(spec, name=name, wait_s=wait_s)
+
+    def lease_all(
+        self, specs: Mapping[str, Any], *, wait_s: float | None = None
+    ) -> AbstractContextManager[Mapping[str, ResourceLease]]:
+        """As :meth:`TeamEpisode.lease_all`, with ``with``."""
+        return self.lead.lease_all(specs, wait_s=wait_s)
+
+    def prefetch(self, specs: Any) -> None:
+        """As :meth:`TeamEpisode.prefetch`."""
+        self.lead.prefetch(specs)
 
 
 class Team:
@@ -69,7 +79,7 @@ class Team:
         prepare_budget_s: float = 240.0,
     ) -> None:
         self._team = AsyncTeam(servers, lead=lead, key=key, journal=journal, prepare_budget_s=prepare_budget_s)
-        self._thread = LoopThread()
+        self._thread = LoopThread("wingbeat-client")
         self._port = self._thread.port
 
     def close(self) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 
 import orjson
 
-from wingbeat.client.agents import Agent, load_agent
+from wingbeat.client.agents import Agent
 from wingbeat.client.code import loaded_code, split_agent
-from wingbeat.client.plans import RolloutPlan, connect, load_plan
+from wingbeat.client.plans import RolloutPlan, connect, load_plan, plan_agent
 from wingbeat.client.processes import run_async, set_up_logging
 from wingbeat.client.runner import Runner
 from wingbeat.client.user_code import missing_files
@@ -168,7 +168,7 @@ def main() -> None:
     plan = load_plan(line)
     set_up_logging(plan.log_level)
     try:
-        agent = load_agent(plan.agent)
+        agent = plan_agent(plan)
         news.tell("ready", digest=agent.code.digest, files=[str(path) for path in agent.code.files])
     except WingbeatError as error:
         sys.exit(_tell_failure(error, plan, news))

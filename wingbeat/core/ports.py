@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -138,6 +138,18 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class PlayedEnvironment(Environment, Protocol):
+    """Brings its own agent: what ``agent.path = "builtin"`` runs, with no code of the user's."""
+
+    async def play(self, episode: Any) -> float | Mapping[str, float] | None:
+        """Solve the episode's task by asking its policies (a :class:`wingbeat.Episode`); the reward, as an agent's.
+
+        Many episodes run at once on one object.  Whatever a policy says is scored; only what is broken raises.
+        """
+        ...
+
+
 class ResourceLease(Protocol):
     """A held resource; ``value`` is what the back-end hands out."""
 
@@ -150,7 +162,31 @@ class ResourceLease(Protocol):
 class ResourcePool(Protocol):
     """Leases tools, sandboxes and other resources; every lease ends with its episode."""
 
-    def lease(self, spec: Any, *, name: str = "", owner: str = "") -> AbstractAsyncContextManager[ResourceLease]: ...
+    def lease(
+        self, spec: Any, *, name: str = "", owner: str = "", wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[ResourceLease]:
+        """One for the block; ``wait_s`` bounds the wait for its turn (None: as the pool does)."""
+        ...
+
+    def lease_all(
+        self, specs: Mapping[str, Any], *, owner: str = "", wait_s: float | None = None
+    ) -> AbstractAsyncContextManager[Mapping[str, ResourceLease]]:
+        """Several for the block, by name: all of them or none."""
+        ...
+
+    def prefetch(self, specs: Any, *, owner: str) -> None:
+        """Begin to fetch what an owner will lease soon: a spec, or several by name, all of them or none."""
+        ...
+
     async def release_owner(self, owner: str) -> int:
         """End all leases of an owner (an attempt at an episode); returns how many there were."""
+        ...
+
+
+@runtime_checkable
+class MeasuredPool(Protocol):
+    """A pool that says what it has and did."""
+
+    def snapshot(self) -> Sequence[Any]:
+        """One for every class, with the fields of :class:`wingbeat.core.resource_reports.ResourceClass`."""
         ...

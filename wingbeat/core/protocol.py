@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, field_va
 from pydantic_core import PydanticCustomError
 
 from wingbeat.core.engine_protocol import EngineReply
+from wingbeat.core.resource_reports import ResourceStatus
 from wingbeat.core.types import OUTCOME_OF, REPORTABLE, Cause, Outcome, Split
 
 PROTOCOL_HEADER = "x-wingbeat-protocol"
@@ -378,6 +379,8 @@ class StatusReply(Wire):
     """Why a complete run ended before its last step, where that is no fault: its tasks are exhausted."""
     policies: list[PolicyReply]
     engines: list[EngineReply] = []
+    resources: list[ResourceStatus] = []
+    """Of the pools of clients and of resources servers, added up by kind and label."""
     open_episodes: int
     endings: dict[str, int] = {}
     """Attempts that ended since this process began, as ``outcome/cause``."""

@@ -1,10 +1,82 @@
 """Resources: tools, environments and other helpers that episodes lease and give back.
 
-``LocalPool`` hands out in-process objects; it implements :class:`wingbeat.core.ports.ResourcePool`.
+:class:`Resources` is the pool; it implements :class:`wingbeat.core.ports.ResourcePool`.
 """
 
-from wingbeat.resources.local import LocalLease, LocalPool
-from wingbeat.resources.specs import LocalSpec, ResourceFailed, Reuse
+from wingbeat.resources.backend import Backend, Backends, Instance, Priced
+from wingbeat.resources.boxes import Box, Finished
+from wingbeat.resources.budgets import Budgets
+from wingbeat.resources.ledger import state_folder
+from wingbeat.resources.meters import Meters, RateLimiter
+from wingbeat.resources.pool import Resources, of_process
+from wingbeat.resources.pool_leases import Lease
+from wingbeat.resources.reaper import Reaped, reap
+from wingbeat.resources.specs import (
+    BoxSpec,
+    DockerSpec,
+    Draw,
+    EndpointSpec,
+    KubernetesSpec,
+    LocalSpec,
+    ModelSpec,
+    Mount,
+    Needs,
+    RaySpec,
+    ResourceFailed,
+    ResourceLost,
+    ResourceWait,
+    Reuse,
+    SandboxSpec,
+    Spec,
+    SubprocessSpec,
+    UnsupportedField,
+    WireSpec,
+    parse_spec,
+)
 from wingbeat.resources.states import ResourceState
+from wingbeat.resources.stats import BudgetStats, ClassStats, Timing
+from wingbeat.resources.sync import SyncLease, SyncResources
 
-__all__ = ["LocalLease", "LocalPool", "LocalSpec", "ResourceFailed", "ResourceState", "Reuse"]
+__all__ = [
+    "Backend",
+    "Backends",
+    "Box",
+    "BoxSpec",
+    "BudgetStats",
+    "Budgets",
+    "ClassStats",
+    "DockerSpec",
+    "Draw",
+    "EndpointSpec",
+    "Finished",
+    "Instance",
+    "KubernetesSpec",
+    "Lease",
+    "LocalSpec",
+    "Meters",
+    "ModelSpec",
+    "Mount",
+    "Needs",
+    "Priced",
+    "RateLimiter",
+    "RaySpec",
+    "Reaped",
+    "ResourceFailed",
+    "ResourceLost",
+    "ResourceState",
+    "ResourceWait",
+    "Resources",
+    "Reuse",
+    "SandboxSpec",
+    "Spec",
+    "SubprocessSpec",
+    "SyncLease",
+    "SyncResources",
+    "Timing",
+    "UnsupportedField",
+    "WireSpec",
+    "of_process",
+    "parse_spec",
+    "reap",
+    "state_folder",
+]

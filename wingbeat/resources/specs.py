@@ -1,15 +1,53 @@
-"""What to lease: how a resource is made, checked, cleaned and ended."""
+"""What to lease: what a resource is, how much of the machine it takes, and whether it serves again.
+
+A spec is plain data (but for :class:`LocalSpec`, which names functions of this process), checked alone when it
+is made and by its back-end before anything waits for it.  Its ``key`` is of *all* its fields: two specs that
+differ in one environment variable never share an instance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from enum import StrEnum
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, Literal, NoReturn, Self
+from urllib.parse import urlsplit
 
-from wingbeat.core.errors import UnavailableError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from wingbeat.core.errors import ConfigError, UnavailableError
 
 Hook = Callable[[Any], Any | Awaitable[Any]]
+
+
+class ResourceFailed(UnavailableError):
+    """A resource is not there: a failure of infrastructure, which never becomes a reward."""
+
+    code = "resource_failed"
+    retryable = False
+
+
+class ResourceLost(ResourceFailed):
+    """It was there, and broke or was ended under its holder."""
+
+    code = "resource_lost"
+
+
+class ResourceWait(ResourceFailed):
+    """Its turn did not come in time."""
+
+    code = "resource_wait"
+
+
+class UnsupportedField(ConfigError):
+    """A back-end cannot honour a field of a spec, so it is refused by name instead of being ignored."""
+
+    code = "unsupported_field"
+
+    def __init__(self, kind: str, field: str, instead: str) -> None:
+        super().__init__(f"resource kind {kind!r}: field {field!r} is not supported; {instead}", param=field)
+        self.kind = kind
+        self.field = field
 
 
 class Reuse(StrEnum):
@@ -19,35 +57,378 @@ class Reuse(StrEnum):
     """It is closed: nothing of one episode can reach another."""
     AFTER_RESET = "after_reset"
     """It serves again once its reset succeeded and it is healthy."""
+    SHARED = "shared"
+    """One serves all leases at the same time; it may be closed once nobody holds it."""
 
 
-class ResourceFailed(UnavailableError):
-    """A resource could not be made: a failure of infrastructure, which never becomes a reward."""
+class SpecKey:
+    """All fields of a spec; hashed once, since every lease looks its spec up."""
 
-    code = "resource_failed"
-    retryable = False
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Hashable, ...]) -> None:
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpecKey) and self._parts == other._parts
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSpec:
-    """An in-process object.  Hooks may be coroutine functions; equal specs share reusable objects."""
+class FrozenDict(dict[str, str]):
+    """A mapping that stays what it was when its spec was checked and its key was taken."""
 
-    factory: Callable[[], Any | Awaitable[Any]]
-    """Makes one; called for every new object."""
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a spec cannot be changed; make another with spec.model_copy(update={...})")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # pyright: ignore[reportAssignmentType]
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, str]]]:
+        return FrozenDict, (dict(self),)
+
+
+def _frozen(texts: dict[str, str]) -> FrozenDict:
+    """Sorted: the order in which somebody wrote them makes no other spec."""
+    return FrozenDict(sorted(texts.items()))
+
+
+Texts = Annotated[dict[str, str], AfterValidator(_frozen)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Fields(BaseModel, frozen=True):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Needs(_Fields, frozen=True):
+    """What an instance takes of the pool's budgets for as long as it lives."""
+
+    cpus: Share = 0.0
+    memory_mb: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[int, Field(ge=0)] = 0
+
+
+class Draw(_Fields, frozen=True):
+    """What one lease takes of a named budget when it begins; requests and tokens come back minute by minute."""
+
+    budget: Annotated[str, Field(min_length=1)]
+    requests: Share = 1.0
+    tokens: Share = 0.0
+    cost: Share = 0.0
+
+
+class Spec(_Fields, frozen=True):
+    """What all kinds have in common."""
+
+    kind: str
+    label: str = ""
+    """Names this class of resources in metrics, beside its kind."""
     reuse: Reuse = Reuse.NEVER
+    limit: Count | None = None
+    """Instances of this spec at once; leases beyond wait their turn."""
+    needs: Needs | None = None
+    """None: what its own limits allow it to take, see :attr:`holds`."""
+    draw: Draw | None = None
+    """What every lease takes of a budget of rates or costs."""
+    start_timeout_s: Positive = 60.0
+    reset_timeout_s: Positive = 30.0
+    """Also that of the health check."""
+    close_timeout_s: Positive = 30.0
+    idle_ttl_s: Positive | None = 300.0
+    """An instance that nobody used for so long is closed.  None: only when another spec needs its place."""
+    max_uses: Count | None = None
+    """Leases that one instance serves."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.reuse is Reuse.NEVER and self.max_uses not in (None, 1):
+            raise ValueError(f"max_uses: expected 1 or none where reuse is never, got {self.max_uses}")
+        if self.reuse is Reuse.SHARED and self.limit not in (None, 1):
+            raise ValueError(f"limit: expected 1 or none where reuse is shared (one serves all), got {self.limit}")
+        return self
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for specs whose every field is equal: what may share an instance."""
+        return SpecKey((self.kind, self.model_dump_json()))
+
+    @property
+    def holds(self) -> Needs:
+        """What counts against the budgets."""
+        return self.needs or Needs()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Another spec, checked like the first one: a copy must not keep the key of what it was made from."""
+        del deep  # nothing in a spec can be changed
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **(update or {})})
+
+    @property
+    def title(self) -> str:
+        """Of its class, in messages."""
+        return f"{self.kind} {self.label!r}" if self.label else self.kind
+
+
+class LocalSpec(Spec, frozen=True):
+    """An in-process object.  Hooks may be coroutine functions; this kind never crosses a process."""
+
+    kind: Literal["local"] = "local"
+    factory: Callable[[], Any]
+    """Makes one, or a coroutine that makes one; called for every new object."""
     reset: Hook | None = None
     """Makes a used object as good as new.  ``AFTER_RESET`` needs it."""
-    health: Callable[[Any], bool | Awaitable[bool]] | None = None
-    """Whether an object may be handed out again."""
+    health: Callable[[Any], Any] | None = None
+    """Whether (bool) an object may be handed out again."""
     close: Hook | None = None
     """Frees what the object holds."""
-    limit: int | None = None
-    """Objects of this spec at once; further leases wait their turn."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _reset_is_used(self) -> Self:
         if self.reuse is Reuse.AFTER_RESET and self.reset is None:
             raise ValueError("reuse after_reset: expected a reset hook, got none")
-        if self.reuse is Reuse.NEVER and self.reset is not None:
-            raise ValueError("reuse never: expected no reset hook, since it would not be called")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit: expected at least 1, got {self.limit}")
+        if self.reuse is not Reuse.AFTER_RESET and self.reset is not None:
+            raise ValueError(f"reuse {self.reuse}: expected no reset hook, since it would not be called")
+        for name in ("factory", "reset", "health", "close"):
+            hook = getattr(self, name)
+            if hook is not None and not isinstance(hook, Hashable):
+                raise ValueError(f"{name}: expected a hashable function, got {type(hook).__name__}")
+        return self
+
+    @cached_property
+    def key(self) -> Hashable:
+        return SpecKey(tuple(getattr(self, name) for name in type(self).model_fields))
+
+
+class Mount(_Fields, frozen=True):
+    """A path of the host that a box sees."""
+
+    source: Annotated[str, Field(pattern=r"^/")]
+    target: Annotated[str, Field(pattern=r"^/")]
+    read_only: bool = True
+
+
+class BoxSpec(Spec, frozen=True):
+    """Something that runs commands and holds files; see :class:`wingbeat.resources.boxes.Box`."""
+
+    env: Texts = {}
+    files: Texts = {}
+    """Path in ``workdir`` -> text, written at start and again at every reset."""
+    workdir: Annotated[str, Field(pattern=r"^/")] = "/work"
+    mounts: tuple[Mount, ...] = ()
+    network: bool = False
+    cpus: Positive | None = None
+    memory_mb: Count | None = None
+    pids: Count | None = None
+    """Processes and threads at once."""
+    disk_mb: Count | None = None
+    """All that it writes."""
+    file_mb: Count | None = None
+    """One file."""
+    command_timeout_s: Positive = 60.0
+    cpu_s: Positive | None = None
+    """Processor seconds of one command."""
+    output_bytes: Count = 1_000_000
+    """Kept of each output of one command."""
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> Self:
+        if self.file_mb is not None and self.disk_mb is not None and self.file_mb > self.disk_mb:
+            raise ValueError(f"file_mb: expected at most disk_mb ({self.disk_mb}), got {self.file_mb}")
+        for path in self.files:
+            if path.startswith("/") or not path or ".." in path.split("/"):
+                raise ValueError(f"files: expected paths inside workdir, got {path!r}")
+        return self
+
+    @property
+    def holds(self) -> Needs:
+        """``needs`` where they are given, else what its own limits allow it to take."""
+        return self.needs or Needs(cpus=self.cpus or 0.0, memory_mb=self.memory_mb or 0)
+
+
+class SubprocessSpec(BoxSpec, frozen=True):
+    """Processes of this machine, as this user, in a folder of their own."""
+
+    kind: Literal["subprocess"] = "subprocess"
+
+
+class SandboxSpec(BoxSpec, frozen=True):
+    """A bubblewrap sandbox: its own processes, a read-only root, no network."""
+
+    kind: Literal["sandbox"] = "sandbox"
+
+
+class Pull(StrEnum):
+    """Where a container's image comes from."""
+
+    MISSING = "missing"
+    """From its registry, if the host does not have it."""
+    NEVER = "never"
+    """The host has it, else the start fails."""
+
+
+UserId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}(:[1-9][0-9]{0,9})?$")]
+"""``UID`` or ``UID:GID`` in numbers, never root."""
+
+
+class DockerSpec(BoxSpec, frozen=True):
+    """A container of a Docker daemon."""
+
+    kind: Literal["docker"] = "docker"
+    image: Annotated[str, Field(min_length=1)]
+    pull: Pull = Pull.MISSING
+    host: str = ""
+    """The daemon's address; "": that of the environment (``DOCKER_HOST``)."""
+    user: UserId = "65534:65534"
+
+
+class KubernetesSpec(BoxSpec, frozen=True):
+    """A pod of a Kubernetes cluster."""
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    image: Annotated[str, Field(min_length=1)]
+    namespace: Annotated[str, Field(min_length=1)] = "default"
+    pull: Pull = Pull.MISSING
+    context: str = ""
+    """Of the kubeconfig; "": its current one, or that of the pod this runs in."""
+    user: UserId = "65534:65534"
+    network_policies: bool = False
+    """Says that the cluster's network plugin enforces NetworkPolicy objects, which the API does not tell:
+    ``network=False`` is refused without."""
+    service_account: str = ""
+    """Of the pod, without a token in it; "": the namespace's default one."""
+    node_selector: Texts = {}
+
+
+class RaySpec(Spec, frozen=True):
+    """A box inside an actor on some node of a Ray cluster."""
+
+    kind: Literal["ray"] = "ray"
+    box: Annotated[SubprocessSpec | SandboxSpec, Field(discriminator="kind")]
+    address: str = ""
+    """The cluster's; "": the one this process is connected to."""
+
+    @property
+    def holds(self) -> Needs:
+        """Nothing of this machine, unless said otherwise: the cluster has its own books."""
+        return self.needs or Needs()
+
+
+class EndpointSpec(Spec, frozen=True):
+    """HTTP endpoints that do the same: a judge, a simulator, an opponent, a search service."""
+
+    kind: Literal["endpoint"] = "endpoint"
+    reuse: Reuse = Reuse.SHARED
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Each with what all paths begin with, such as ``https://host/v1``; a request goes to the one with the fewest
+    in flight."""
+    model: str = ""
+    """What ``chat`` asks for where its caller does not say."""
+    api_key_env: str = ""
+    """The environment variable that holds the key: keys are no part of a spec."""
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    """Of all leases of this spec; of the tokens that replies say they used."""
+    max_concurrent: Count | None = None
+    """Requests in flight at once, at each URL."""
+    request_timeout_s: Positive = 60.0
+    """Of one try."""
+    queue_s: Positive = 300.0
+    """How long a request may wait for its turn: rates, budgets, ``max_concurrent``."""
+    retry_budget_s: Share = 60.0
+    """After a failure of infrastructure another try may begin within so many seconds; 0: one try."""
+    breaker_failures: Count = 5
+    """Failures in a row after which a URL is left alone."""
+    breaker_s: Positive = 30.0
+    prompt_price: Share = 0.0
+    """Of a thousand tokens."""
+    completion_price: Share = 0.0
+    budget: str = ""
+    """The pool's named budget that its requests, tokens and costs are taken from."""
+
+    @model_validator(mode="after")
+    def _urls_are_addresses(self) -> Self:
+        for url in self.urls:
+            _check_url(url, "urls")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: expected each address once")
+        return self
+
+
+class ModelSpec(Spec, frozen=True):
+    """A policy of a Wingbeat server, used as a resource (a judge, a simulator, an opponent): nothing of it trains."""
+
+    kind: Literal["model"] = "model"
+    url: Annotated[str, Field(min_length=1)]
+    """The server's, without ``/v1``."""
+    policy: Annotated[str, Field(min_length=1, max_length=200)]
+    version: Annotated[int, Field(ge=0)] | None = None
+    """One that the server holds (an evaluation pins it); None: follows the live weights."""
+    key_env: str = ""
+    """The environment variable that holds a client key or an admin key."""
+    max_concurrent: Count | None = None
+    request_timeout_s: Positive = 600.0
+    queue_s: Positive = 300.0
+    retry_budget_s: Share = 120.0
+    """Long enough for a restart of the server."""
+    budget: str = ""
+    """The pool's named budget that its requests and tokens are taken from."""
+
+    @model_validator(mode="after")
+    def _url_is_an_address(self) -> Self:
+        _check_url(self.url, "url")
+        if "@" in self.policy or ":" in self.policy:
+            raise ValueError(f"policy: expected a policy's name (its version is a field), got {self.policy!r}")
+        return self
+
+
+def _check_url(url: str, field: str) -> None:
+    """Only what names a server and a path: a key has no place in a spec, which is logged."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        raise ValueError(f"{field}: expected an address like https://host/v1") from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"{field}: expected no key or password in an address; api_key_env names where a key is")
+    if not is_address or parts.query or parts.fragment or any(c.isspace() for c in url):
+        raise ValueError(f"{field}: expected an address like https://host/v1, got {url!r}")
+
+
+WireSpec = Annotated[
+    SubprocessSpec | SandboxSpec | DockerSpec | KubernetesSpec | RaySpec | EndpointSpec | ModelSpec,
+    Field(discriminator="kind"),
+]
+"""Every kind that may cross a process or a file."""
+
+WIRE_KINDS: tuple[str, ...] = ("docker", "endpoint", "kubernetes", "model", "ray", "sandbox", "subprocess")
+
+_WIRE: TypeAdapter[Spec] = TypeAdapter(WireSpec)
+
+
+def parse_spec(data: Mapping[str, Any]) -> Spec:
+    """A spec from plain data.  Raises ConfigError for an unknown kind or a field that does not validate."""
+    kind = data.get("kind")
+    if kind not in WIRE_KINDS:
+        hint = " (local objects cannot leave their process)" if kind == "local" else ""
+        raise ConfigError(f"kind: expected one of {', '.join(WIRE_KINDS)}, got {kind!r}{hint}", param="kind")
+    try:
+        return _WIRE.validate_python(dict(data))
+    except ValidationError as error:
+        raise ConfigError(_words_of(error, str(kind))) from None
+
+
+def _words_of(error: ValidationError, kind: str) -> str:
+    faults = []
+    for fault in error.errors(include_url=False):
+        place = ".".join(str(part) for part in fault["loc"] if part != kind)
+        faults.append(f"{place or kind}: {fault['msg'].removeprefix('Value error, ')}")
+    return f"resource kind {kind!r}: " + "; ".join(faults)

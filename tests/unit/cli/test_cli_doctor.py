@@ -16,6 +16,7 @@ from wingbeat.cli.doctor import (
     check_install,
     check_port,
     check_python,
+    check_sandboxes,
     check_shared_memory,
     installed_version,
 )
@@ -57,6 +58,14 @@ def test_port() -> None:
         port = taken.getsockname()[1]
         assert "--server.port=0" in check_port("127.0.0.1", port).advice
     assert check_port("127.0.0.1", port).level is Level.OK
+
+
+def test_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "bubblewrap" in check_sandboxes().found
+    monkeypatch.setenv("PATH", "/nowhere")
+    lacking = check_sandboxes()
+    assert lacking.level is Level.NOTE
+    assert "install the package bubblewrap" in lacking.found
 
 
 @pytest.mark.slow

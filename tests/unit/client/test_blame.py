@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 
 from wingbeat.client.blame import explain_failure
-from wingbeat.core.errors import NoEngine, RequestError
+from wingbeat.core.errors import NoEngine, RequestError, VersionGone
 from wingbeat.core.types import Cause
 
 SERVER = "http://127.0.0.1:8321/v1"
@@ -29,6 +29,7 @@ def http_error(url: str, status: int) -> httpx.HTTPStatusError:
         (ValueError("a bug"), Cause.AGENT_RAISED),
         (RequestError("wrong field"), Cause.AGENT_RAISED),
         (NoEngine("none"), Cause.INFRASTRUCTURE_ERROR),
+        (VersionGone("released"), Cause.INFRASTRUCTURE_ERROR),
         (http_error(f"{SERVER}/chat/completions", 503), Cause.INFRASTRUCTURE_ERROR),
         (http_error(f"{SERVER}/chat/completions", 504), Cause.INFRASTRUCTURE_ERROR),
         (http_error(f"{SERVER}/chat/completions", 429), Cause.INFRASTRUCTURE_ERROR),

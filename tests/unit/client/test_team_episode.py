@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from wingbeat.client.episode import EpisodeState
-from wingbeat.client.loop_thread import LoopPort
 from wingbeat.client.team import AsyncTeam
 from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.client.team_sync import SyncTeamEpisode, synchronous
@@ -24,6 +23,7 @@ from wingbeat.core.errors import (
     RequestError,
     UnavailableError,
 )
+from wingbeat.core.loop_thread import LoopPort
 from wingbeat.core.protocol import FinishReply, Rewards, TransactionReply
 from wingbeat.core.types import Cause, Group, Outcome, Split, Task
 

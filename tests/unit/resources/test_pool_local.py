@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.core.ports import ResourceLease, ResourcePool
-from wingbeat.resources import LocalPool, LocalSpec, ResourceFailed, ResourceState, Reuse
+from wingbeat.resources import LocalSpec, ResourceFailed, Resources, ResourceState, Reuse
 from wingbeat.resources.states import TRANSITIONS, advance
 
 
@@ -39,17 +39,22 @@ def fresh_tools() -> None:
 
 
 def fresh(limit: int | None = None) -> LocalSpec:
-    return LocalSpec(Tool, close=Tool.close, limit=limit)
+    return LocalSpec(factory=Tool, close=Tool.close, limit=limit)
 
 
 def reusable(limit: int | None = None) -> LocalSpec:
     return LocalSpec(
-        Tool, reuse=Reuse.AFTER_RESET, reset=Tool.reset, health=lambda t: t.healthy, close=Tool.close, limit=limit
+        factory=Tool,
+        reuse=Reuse.AFTER_RESET,
+        reset=Tool.reset,
+        health=lambda t: t.healthy,
+        close=Tool.close,
+        limit=limit,
     )
 
 
 async def test_the_pool_is_the_port() -> None:
-    async with LocalPool() as pool:
+    async with Resources() as pool:
         port: ResourcePool = pool
         async with port.lease(fresh(), name="calc", owner="ep-1") as lease:
             held: ResourceLease = lease
@@ -57,7 +62,7 @@ async def test_the_pool_is_the_port() -> None:
 
 
 async def test_reuse_never_makes_a_new_object_each_time() -> None:
-    async with LocalPool() as pool:
+    async with Resources() as pool:
         for _ in range(3):
             async with pool.lease(fresh()):
                 assert pool.num_leases == 1
@@ -66,7 +71,7 @@ async def test_reuse_never_makes_a_new_object_each_time() -> None:
 
 
 async def test_reuse_after_reset_hands_out_the_same_object() -> None:
-    async with LocalPool() as pool:
+    async with Resources() as pool:
         for _ in range(3):
             async with pool.lease(REUSABLE):
                 pass
@@ -84,8 +89,8 @@ async def test_what_cannot_be_made_good_is_replaced(fault: str) -> None:
         if fault == "reset raises":
             raise OSError("stuck")
 
-    spec = LocalSpec(Tool, reuse=Reuse.AFTER_RESET, reset=reset, health=lambda t: t.healthy, close=Tool.close)
-    async with LocalPool() as pool:
+    spec = LocalSpec(factory=Tool, reuse=Reuse.AFTER_RESET, reset=reset, health=lambda t: t.healthy, close=Tool.close)
+    async with Resources() as pool:
         async with pool.lease(spec) as lease:
             lease.value.healthy = False
         assert pool.num_idle == 0
@@ -95,7 +100,7 @@ async def test_what_cannot_be_made_good_is_replaced(fault: str) -> None:
 
 
 async def test_release_owner_ends_its_leases_only() -> None:
-    async with LocalPool() as pool:
+    async with Resources() as pool:
         async with (
             pool.lease(fresh(), owner="a") as first,
             pool.lease(fresh(), owner="a"),
@@ -114,7 +119,7 @@ async def test_release_owner_ends_its_leases_only() -> None:
 async def test_limit_is_kept_and_turns_are_fair() -> None:
     spec, order, held = reusable(limit=2), [], 0
 
-    async def use(pool: LocalPool, number: int) -> None:
+    async def use(pool: Resources, number: int) -> None:
         nonlocal held
         async with pool.lease(spec):
             held += 1
@@ -123,7 +128,7 @@ async def test_limit_is_kept_and_turns_are_fair() -> None:
             await asyncio.sleep(0)
             held -= 1
 
-    async with LocalPool() as pool, asyncio.TaskGroup() as group:
+    async with Resources() as pool, asyncio.TaskGroup() as group:
         for number in range(10):
             group.create_task(use(pool, number))
     assert order == list(range(10))
@@ -138,8 +143,8 @@ async def test_factory_failure_is_infrastructure_and_frees_the_slot() -> None:
             raise KeyError("no such device")
         return Tool()
 
-    spec = LocalSpec(factory, limit=1)
-    async with LocalPool() as pool:
+    spec = LocalSpec(factory=factory, limit=1)
+    async with Resources() as pool:
         with pytest.raises(ResourceFailed, match="no such device"):
             async with pool.lease(spec):
                 pass
@@ -164,13 +169,13 @@ async def test_cancellation_leaks_nothing(where: str) -> None:
         await point("close")
         tool.num_closes += 1
 
-    spec = LocalSpec(factory, close=close, limit=1)
+    spec = LocalSpec(factory=factory, close=close, limit=1)
 
-    async def use(pool: LocalPool) -> None:
+    async def use(pool: Resources) -> None:
         async with pool.lease(spec):
             await point("body")
 
-    async with LocalPool() as pool:
+    async with Resources() as pool:
         if where == "waiting":
             async with pool.lease(spec):
                 task = asyncio.create_task(use(pool))
@@ -193,11 +198,11 @@ async def test_cancellation_leaks_nothing(where: str) -> None:
 async def test_close_ends_leases_wakes_waiters_and_twice_is_harmless() -> None:
     spec = fresh(limit=1)
 
-    async def wait_for_one(pool: LocalPool) -> None:
+    async def wait_for_one(pool: Resources) -> None:
         async with pool.lease(spec):
             raise AssertionError("nothing may be leased from a closed pool")
 
-    pool = LocalPool()
+    pool = Resources()
     async with pool.lease(spec):
         waiters = [asyncio.create_task(wait_for_one(pool)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -216,8 +221,8 @@ async def test_close_ends_leases_wakes_waiters_and_twice_is_harmless() -> None:
     [{"reuse": Reuse.AFTER_RESET}, {"reset": Tool.reset}, {"limit": 0}],
 )
 def test_specs_that_cannot_be_honoured_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        LocalSpec(Tool, **given)
+    with pytest.raises(ValueError, match=r"expected|greater than or equal"):
+        LocalSpec(factory=Tool, **given)
 
 
 @given(st.lists(st.sampled_from(list(ResourceState)), max_size=12))

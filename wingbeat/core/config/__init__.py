@@ -4,8 +4,19 @@ from wingbeat.core.config.collect import CollectConfig
 from wingbeat.core.config.dataflow import DataflowConfig, OperatorConfig, SourceConfig, TasksConfig
 from wingbeat.core.config.engine import EngineConfig
 from wingbeat.core.config.health import HealthConfig
-from wingbeat.core.config.load import apply_overrides, dump_toml, load_config, parse_overrides
+from wingbeat.core.config.load import (
+    apply_overrides,
+    dump_tables,
+    dump_toml,
+    dump_value,
+    load_config,
+    parse_overrides,
+    parse_value,
+    validate_config,
+)
+from wingbeat.core.config.resources import ResourcesConfig
 from wingbeat.core.config.schema import (
+    BUILTIN_AGENT,
     AgentConfig,
     Config,
     EvalConfig,
@@ -19,6 +30,7 @@ from wingbeat.core.config.vllm import VllmConfig
 from wingbeat.core.config.weights import WeightsConfig
 
 __all__ = [
+    "BUILTIN_AGENT",
     "AgentConfig",
     "CollectConfig",
     "Config",
@@ -30,6 +42,7 @@ __all__ = [
     "LoraConfig",
     "OperatorConfig",
     "PolicyConfig",
+    "ResourcesConfig",
     "RunConfig",
     "SamplingConfig",
     "ServerConfig",
@@ -39,7 +52,11 @@ __all__ = [
     "VllmConfig",
     "WeightsConfig",
     "apply_overrides",
+    "dump_tables",
     "dump_toml",
+    "dump_value",
     "load_config",
     "parse_overrides",
+    "parse_value",
+    "validate_config",
 ]

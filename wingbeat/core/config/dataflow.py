@@ -117,7 +117,9 @@ class DataflowConfig(Section):
 class SourceConfig(Section):
     """One of several task sources: an environment or a Python file, whose tasks are dealt under the name NAME."""
 
-    environment: str | None = Field(default=None, description="`calculator`, or `reasoning-gym:FAMILY`.")
+    environment: str | None = Field(
+        default=None, description="The name of an environment, or `MODULE:CLASS`, `FILE.py:CLASS`."
+    )
     options: dict[str, Any] = Field(default={}, description="Options of the environment.")
     file: str | None = Field(
         default=None, description="A Python file with `train_tasks()` and `eval_tasks()` that return tasks."
@@ -144,7 +146,9 @@ def ratios_fault(left_out: str, unknown: Sequence[str]) -> str:
 class TasksConfig(Section):
     """Where tasks come from: an environment or a Python file, or several of them."""
 
-    environment: str | None = Field(default=None, description="`calculator`, or `reasoning-gym:FAMILY`.")
+    environment: str | None = Field(
+        default=None, description="The name of an environment, or `MODULE:CLASS`, `FILE.py:CLASS`."
+    )
     options: dict[str, Any] = Field(default={}, description="Options of the environment.")
     file: str | None = Field(
         default=None, description="A Python file with `train_tasks()` and `eval_tasks()` that return tasks."

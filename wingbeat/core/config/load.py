@@ -20,6 +20,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError in one line: what is wrong, where, and for an unknown key the nearest known one.
     """
+    return validate_config(read_tables(path, overrides))
+
+
+def read_tables(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML file plus overrides, as they are.  Raises ConfigError."""
     data: dict[str, Any] = {}
     if path is not None:
         try:
@@ -32,8 +37,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"cannot read {path}: {error}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    data = apply_overrides(data, parse_overrides(overrides))
-    return validate_config(data)
+    return apply_overrides(data, parse_overrides(overrides))
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], Any]]:
@@ -43,7 +47,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], Any
         key, separator, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not separator or not all(key.split(".")):
             raise ConfigError(f"unknown argument {argument!r}: overrides look like --section.key=value")
-        parsed.append((_parse_key(key), _parse_value(text)))
+        parsed.append((_parse_key(key), parse_value(text)))
     return parsed
 
 
@@ -56,7 +60,8 @@ def _parse_key(key: str) -> tuple[str, ...]:
     return (first.replace("-", "_"), *name, *(part.replace("-", "_") for part in rest[len(name) :]))
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A value of the command line: TOML where it parses, else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -87,8 +92,13 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 def dump_toml(config: Config) -> str:
     """The resolved configuration as TOML that :func:`load_config` reads back to an equal value."""
+    return dump_tables(config.model_dump(mode="json", exclude_none=True))
+
+
+def dump_tables(data: Mapping[str, Any]) -> str:
+    """JSON data without nulls as TOML."""
     lines: list[str] = []
-    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
+    _dump_table(data, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -97,7 +107,7 @@ def _dump_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str
     scalars = {k: v for k, v in table.items() if k not in sections}
     if path and (scalars or not table):
         lines += ["", f"[{'.'.join(_dump_key(p) for p in path)}]"]
-    lines += [f"{_dump_key(k)} = {_dump_value(v)}" for k, v in scalars.items()]
+    lines += [f"{_dump_key(k)} = {dump_value(v)}" for k, v in scalars.items()]
     for key, section in sections.items():
         _dump_table(section, (*path, key), lines)
 
@@ -106,12 +116,13 @@ def _dump_key(key: str) -> str:
     return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else json.dumps(key)
 
 
-def _dump_value(value: Any) -> str:
+def dump_value(value: Any) -> str:
+    """JSON data as a value in TOML."""
     if isinstance(value, Mapping):
         entries = cast(Mapping[str, Any], value).items()
-        return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in entries) + "}"
+        return "{" + ", ".join(f"{_dump_key(k)} = {dump_value(v)}" for k, v in entries) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_dump_value(v) for v in cast(list[Any], value)) + "]"
+        return "[" + ", ".join(dump_value(v) for v in cast(list[Any], value)) + "]"
     if isinstance(value, float) and value != value:
         return "nan"
     return json.dumps(value)

@@ -12,6 +12,7 @@ from wingbeat.core.config.engine import EngineConfig
 from wingbeat.core.config.health import HealthConfig
 from wingbeat.core.config.limits import LimitsConfig
 from wingbeat.core.config.lora_groups import check_lora_groups
+from wingbeat.core.config.resources import ResourcesConfig
 from wingbeat.core.config.section import Section
 from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.config.trainer import WITHOUT_GROUP_BASELINE, LoraConfig, TrainerConfig
@@ -89,10 +90,18 @@ class EvalConfig(Section):
     samples_per_task: int = Field(default=1, ge=1, description="Episodes per task.")
 
 
+BUILTIN_AGENT = "builtin"
+"""The path of an agent that is no file: the one that an environment brings."""
+
+
 class AgentConfig(Section):
     """An agent that `wingbeat train` runs; leave out to run agents elsewhere."""
 
-    path: str | None = Field(default=None, description="A Python file with one `@agent` function.")
+    path: str | None = Field(
+        default=None,
+        description="A Python file with one `@agent` function, or `builtin`: the agent that the environments of"
+        " `[tasks]` bring.",
+    )
     concurrency: int = Field(default=16, ge=1, description="Episodes at once per process.")
     processes: int = Field(default=1, ge=1, description="Client processes.")
     sources: list[str] | None = Field(
@@ -125,6 +134,17 @@ class AgentConfig(Section):
         " (`wingbeat` among them); unset: the one of this command.",
     )
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether it is the agent of an environment, rather than a file."""
+        return self.path == BUILTIN_AGENT
+
+    @model_validator(mode="after")
+    def _has_files_to_watch(self) -> AgentConfig:
+        if self.is_builtin and self.watch:
+            raise ValueError("`watch` is of an agent's file, and the path is `builtin`: leave it out")
+        return self
+
 
 class Config(Section):
     """Everything of a run."""
@@ -132,6 +152,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
+    resources: ResourcesConfig = ResourcesConfig()
     collect: CollectConfig = CollectConfig()
     policies: dict[str, PolicyConfig] = Field(min_length=1, description="The models, by name.")
     engine: EngineConfig = EngineConfig()

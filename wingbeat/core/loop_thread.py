@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 from wingbeat.core.errors import RequestError
@@ -27,9 +30,10 @@ class LoopPort:
         if on_loop or self._loop.is_closed():
             coroutine.close()
             raise RequestError(
-                "a synchronous call on its own event loop would wait for ever; use AsyncSwarm in async code"
+                "a synchronous call on its own event loop would wait for ever; use the asynchronous class (AsyncSwarm,"
+                " Resources) in async code"
                 if on_loop
-                else "this client is closed; make a new one"
+                else "its event loop has ended: this client or pool is closed, make a new one"
             )
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -38,15 +42,34 @@ class LoopPort:
             future.cancel()  # Ctrl-C while waiting: do not leave the call behind
             raise
 
+    @contextmanager
+    def entered(self, block: AbstractAsyncContextManager[T, Any]) -> Generator[T]:
+        """An asynchronous block around a synchronous one."""
+
+        async def enter() -> T:
+            return await block.__aenter__()
+
+        async def leave(error: BaseException | None) -> None:
+            await block.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+        value = self.call(enter())
+        try:
+            yield value
+        except BaseException as error:
+            self.call(leave(error))
+            raise
+        else:
+            self.call(leave(None))
+
 
 class LoopThread:
     """A running loop in the background; :meth:`stop` ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self.port = LoopPort(self._loop)
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -65,3 +88,25 @@ class LoopThread:
             self.port.call(closing)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+
+
+class Blocking:
+    """An object whose coroutine functions are ordinary ones: each waits for its result."""
+
+    def __init__(self, value: Any, port: LoopPort) -> None:
+        self._value = value
+        self._port = port
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._value, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return self._port.call(found(*arguments, **options))
+
+        return call
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._value!r}>"
