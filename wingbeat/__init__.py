@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         agent,
     )
     from wingbeat.core.types import Group, Outcome, Split, Task
+    from wingbeat.tools import tool
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "TeamEpisode",
     "__version__",
     "agent",
+    "tool",
 ]
 
 _HOMES = {
@@ -58,6 +60,7 @@ _HOMES = {
     "Team": "wingbeat.client",
     "TeamEpisode": "wingbeat.client",
     "agent": "wingbeat.client",
+    "tool": "wingbeat.tools",
 }
 
 

@@ -1,0 +1,160 @@
+"""Tools of real MCP servers: processes that die, hang and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wingbeat.core.errors import ConfigError
+from wingbeat.resources import ResourceFailed, ResourceLost
+from wingbeat.tools import Fault, Toolbox, ToolRefused, mcp_tools
+
+SCRIPT = str(Path(__file__).with_name("small_mcp_server.py"))
+COMMAND = (sys.executable, SCRIPT)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+async def test_tools_of_a_server_over_its_standard_input_and_output() -> None:
+    async with mcp_tools(command=COMMAND, prefix="small_", timeout_s=10) as tools:
+        toolbox = Toolbox([*tools])
+        assert toolbox.names == ("small_add", "small_pid", "small_wait", "small_stumble", "small_files_read")
+        schema = toolbox.schemas()[0]["function"]
+        assert schema["description"] == "Add two numbers." and schema["parameters"]["required"] == ["a", "b"]
+        result = await toolbox.call("small_add", '{"a": 1, "b": 2}')
+        assert (result.content, result.is_error, result.data) == ("3", False, {"result": 3})
+        result = await toolbox.call("small_add", '{"a": "x", "b": 2}')
+        assert result.fault is Fault.ARGUMENTS and "a: 'x' is not of type 'integer'" in result.content
+        result = await toolbox.call("small_stumble")
+        assert result.is_error and result.fault is Fault.RAISED and "bad day" in result.content
+        assert (await toolbox.call("small_files_read")).content == "read"
+        pid = (await toolbox.call("small_pid")).data["result"]
+        waits = await asyncio.gather(*(toolbox.call("small_wait", '{"seconds": 0.01}') for _ in range(8)))
+        assert {each.content for each in waits} == {"waited"}
+        late = tools[0].function
+    assert not is_alive(pid), "the server ends with the block"
+    with pytest.raises(ConfigError, match="block has ended"):
+        await late(a=1, b=2)
+
+
+@pytest.mark.slow
+async def test_a_server_that_dies_is_started_again_as_often_as_was_said_and_then_infrastructures_fault() -> None:
+    async with mcp_tools(command=COMMAND, restarts=1, timeout_s=30, only=["pid", "wait"]) as tools:
+        toolbox = Toolbox([*tools])
+        first = (await toolbox.call("pid")).data["result"]
+        os.kill(first, signal.SIGKILL)
+        results = await asyncio.gather(*(toolbox.call("pid") for _ in range(4)))
+        (second,) = {result.data["result"] for result in results}
+        assert second != first
+        call = asyncio.ensure_future(toolbox.call("wait", '{"seconds": 60}'))
+        await toolbox.call("pid")  # the other call is on its way by now
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(ResourceLost, match=r"is gone; its last lines were:\n  small is there"):
+            await call
+        with pytest.raises(ResourceLost, match="small is there"):
+            await toolbox.call("pid")
+
+
+@pytest.mark.slow
+async def test_a_slow_call_is_an_observation_and_a_hanging_server_is_not() -> None:
+    async with mcp_tools(command=COMMAND, timeout_s=0.5) as tools:
+        toolbox = Toolbox([*tools])
+        result = await toolbox.call("wait", '{"seconds": 60}')
+        assert (result.content, result.fault) == ("error: the tool did not end within 0.5 s", Fault.TIMEOUT)
+        pid = (await toolbox.call("pid")).data["result"]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ResourceLost, match="does not answer any more"):
+            await toolbox.call("add", '{"a": 1, "b": 2}')
+        assert not is_alive(pid)
+
+
+@pytest.mark.slow
+async def test_a_server_of_an_older_revision_serves_as_well() -> None:
+    async with mcp_tools(command=[sys.executable, str(Path(SCRIPT).with_name("old_mcp_server.py"))]) as tools:
+        toolbox = Toolbox([*tools])
+        result = await toolbox.call("echo", '{"text": "hi"}')
+        assert (result.content, result.is_error) == ("hi\n[image image/png]", False)
+        result = await toolbox.call("echo", '{"text": "bad"}')
+        assert (result.is_error, result.fault) == (True, Fault.RAISED)
+
+
+@contextlib.contextmanager
+def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    process = subprocess.Popen([*COMMAND, "http"], stdout=subprocess.PIPE, env={**os.environ, "SMALL_CLASH": "1"})
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp", process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+async def test_tools_of_a_server_over_http() -> None:
+    with http_server() as (url, process):
+        async with mcp_tools(url=url, headers={"x-team": "blue"}, timeout_s=10, only=["add", "pid"]) as tools:
+            toolbox = Toolbox([*tools])
+            assert toolbox.names == ("add", "pid")
+            assert (await toolbox.call("add", '{"a": 1, "b": 2}')).content == "3"
+            with pytest.raises(ToolRefused, match="two of its tools would be called 'x_files_read'"):
+                async with mcp_tools(url=url, prefix="x_"):
+                    raise AssertionError("never entered")
+            with pytest.raises(ToolRefused, match="has no tool subtract; it has add, pid"):
+                async with mcp_tools(url=url, only=["add", "subtract"]):
+                    raise AssertionError("never entered")
+            process.kill()
+            process.wait()
+            with pytest.raises(ResourceLost, match="is gone"):
+                await toolbox.call("add", '{"a": 1, "b": 2}')
+        with pytest.raises(ResourceFailed, match="did not start"):
+            async with mcp_tools(url=url):
+                raise AssertionError("never entered")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["no-such-program-here"], "did not start .FileNotFoundError"),
+        ([sys.executable, "-c", "import sys; sys.exit('no licence')"], r"last lines were:\n  no licence"),
+        ([sys.executable, "-c", "import sys; print('hello'); sys.stdin.read()"], "did not start within 1 s"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_infrastructures_fault(command: list[str], words: str) -> None:
+    with pytest.raises(ResourceFailed, match=words):
+        async with mcp_tools(command=command, start_timeout_s=1):
+            raise AssertionError("never entered")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either a command or a url"),
+        ({"command": ["x"], "url": "http://x"}, "either a command or a url"),
+        ({"command": "uvx server"}, "list of words"),
+        ({"url": "http://x", "env": {"A": "b"}}, "env and cwd"),
+        ({"command": ["x"], "headers": {"A": "b"}}, "headers"),
+        ({"command": ["x"], "timeout_s": 0}, "timeouts above 0"),
+        ({"command": ["x"], "restarts": -1}, "restarts of 0 or more"),
+    ],
+)
+async def test_contradictory_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        async with mcp_tools(**options):
+            raise AssertionError("never entered")

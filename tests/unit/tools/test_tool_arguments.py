@@ -1,0 +1,202 @@
+"""The arguments of a call: what is taken, and what a model is told of what is not."""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
+
+from wingbeat.tools import Tool, ToolOptions, tool
+from wingbeat.tools.arguments import ArgumentsRejected
+
+
+class Unit(enum.Enum):
+    METRES = "m"
+    FEET = "ft"
+
+
+class Place(BaseModel, extra="forbid"):
+    name: Annotated[str, Field(min_length=1)]
+    height: float | None = None
+
+
+@tool
+def survey(
+    places: list[Place],
+    unit: Unit,
+    depth: Annotated[int, Field(ge=0, le=9)] = 3,
+    mode: Literal["quick", "deep", 3] = "quick",
+    tags: dict[str, bool] | None = None,
+    origin: Place | int | None = None,
+    free: Any = None,
+) -> str:
+    "Survey places."
+    return ""
+
+
+@tool
+def add(a: int, b: float) -> float:
+    "Add."
+    return a + b
+
+
+def told(arguments: Any, of: Tool = add) -> str:
+    with pytest.raises(ArgumentsRejected) as caught:
+        of.arguments.read(arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ('{"a": 1}', "b: expected number, got nothing"),
+        ('{"a": "1", "b": 2}', 'a: expected a valid integer, got "1"'),
+        ('{"a": true, "b": 2}', "a: expected a valid integer, got true"),
+        ('{"a": 1, "b": 2, "c": 3}', "c: expected only arguments of this tool (a, b), got this one"),
+        ('{"a": 1, "b": NaN}', "b: expected a finite number, got NaN"),
+        ("[1, 2]", "the arguments: expected a JSON object, got [1, 2]"),
+        ('{"a": 1, "b": }', "the arguments are no JSON: expected value"),
+        ("add 1 and 2", 'the arguments are no JSON: expected value at line 1 column 1; got "add 1 and 2"'),
+    ],
+)
+def test_an_observation_names_the_field_what_was_expected_and_what_came(arguments: str, words: str) -> None:
+    assert told(arguments).startswith(words)
+
+
+def test_every_wrong_field_is_told_at_once_and_deep_ones_with_their_path() -> None:
+    arguments = {"places": [{"name": "A"}, {"name": "", "size": 1}], "unit": "miles", "depth": 10}
+    assert told(json.dumps(arguments), survey).splitlines() == [
+        'places[1].name: String should have at least 1 character, got ""',
+        "places[1].size: expected only known fields, got this one",
+        "unit: expected 'm' or 'ft', got \"miles\"",
+        "depth: expected less than or equal to 9, got 10",
+    ]
+
+
+def test_long_values_are_shown_short_and_many_faults_are_counted() -> None:
+    words = told(json.dumps({"a": "x" * 10_000, "b": 1}))
+    assert len(words) < 200 and "(10002 characters)" in words
+    lines = told(json.dumps({f"wrong_{number}": 1 for number in range(50)} | {"a": 1, "b": 1})).splitlines()
+    assert len(lines) == 9 and lines[-1] == "(and 42 more)"
+
+
+def test_only_what_was_given_is_passed_on() -> None:
+    assert survey.arguments.read('{"places": [], "unit": "m"}') == {"places": [], "unit": Unit.METRES}
+    assert add.arguments.read({"a": 1, "b": 2}) == {"a": 1, "b": 2}
+
+
+def test_no_arguments_at_all_are_an_empty_object() -> None:
+    @tool
+    def now() -> str:
+        "Tell the time."
+        return ""
+
+    assert now.arguments.read("") == now.arguments.read("  ") == now.arguments.read("{}") == {}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-20, 20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+PLACES = st.fixed_dictionaries(
+    {"name": st.text(max_size=3) | JSON}, optional={"height": st.none() | st.floats(-9, 9) | JSON, "other": JSON}
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "places": st.lists(PLACES, max_size=2) | JSON,
+        "unit": st.sampled_from(["m", "ft", "yd"]) | JSON,
+        "depth": st.integers(-2, 12) | JSON,
+        "mode": st.sampled_from(["quick", "deep", 3, "3"]) | JSON,
+        "tags": st.none() | st.dictionaries(st.text(max_size=2), st.booleans(), max_size=2) | JSON,
+        "origin": st.none() | PLACES | JSON,
+        "free": JSON,
+        "unknown": JSON,
+    },
+)
+
+
+def has_whole_float(value: Any) -> bool:
+    """1.0 is an integer to JSON schema, and none to Python: the one thing on which the two differ."""
+    if isinstance(value, dict):
+        return any(map(has_whole_float, value.values()))
+    if isinstance(value, list):
+        return any(map(has_whole_float, value))
+    return isinstance(value, float) and value.is_integer()
+
+
+@given(ARGUMENTS | JSON)
+def test_what_the_schema_allows_is_taken_and_nothing_else(arguments: Any) -> None:
+    if has_whole_float(arguments):
+        return
+    valid = Draft202012Validator(survey.arguments.schema).is_valid(arguments)
+    try:
+        survey.arguments.read(json.dumps(arguments))
+    except ArgumentsRejected as error:
+        assert not valid and str(error)
+    else:
+        assert valid
+
+
+@tool
+def echo(number: int, real: float, text: str, flags: list[bool | None]) -> None:
+    "Echo."
+
+
+@given(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(), st.lists(st.booleans() | st.none()))
+def test_values_come_back_as_they_were(number: int, real: float, text: str, flags: list[bool | None]) -> None:
+    given_ = {"number": number, "real": real, "text": text, "flags": flags}
+    if abs(number) < 10**300:
+        assert echo.arguments.read(json.dumps(given_)) == given_
+
+
+@given(st.text() | st.text(alphabet='{}[]",:0123456789.eE+-truefalsn\\ '))
+def test_garbage_is_refused_in_words(text: str) -> None:
+    for each in (survey, raw):
+        try:
+            each.arguments.read(text)
+        except ArgumentsRejected as error:
+            assert str(error)
+        else:
+            assert json.loads(text.strip() or "{}") is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '"\ud800"', "\ud800", '{"a": 1' + "0" * 10_000 + "}"]
+)
+def test_absurd_texts_are_refused_in_words(text: str) -> None:
+    assert told(text) and told(text, raw)
+
+
+raw = Tool.of_schema(
+    lambda **values: values,
+    name="raw",
+    description="Somebody else's schema.",
+    parameters={
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "rows": {"type": "array", "items": {"type": "string"}}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    options=ToolOptions(),
+)
+
+
+def test_arguments_of_a_given_schema_are_checked_by_it() -> None:
+    assert raw.arguments.read('{"a": 1, "rows": ["x"]}') == {"a": 1, "rows": ["x"]}
+    assert told('{"rows": ["x", 2]}', raw).splitlines() == [
+        'the arguments: \'a\' is a required property, got {"rows": ["x", 2]}',
+        "rows[1]: 2 is not of type 'string'",
+    ]
+    assert told("[]", raw) == "the arguments: expected a JSON object, got []"
