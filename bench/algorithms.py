@@ -68,7 +68,7 @@ def recipe(algorithm: Algorithm, *, steps: int, teacher: Path, control: bool = F
     return Recipe(trainer, steps=steps, samples_equal_groups_again=algorithm == "dapo")
 
 
-def measure(seeds: Sequence[int], *, algorithms: Sequence[Algorithm], steps: int) -> Found:
+def measure(seeds: Sequence[int], *, algorithms: Sequence[Algorithm], steps: int, eval_samples: int) -> Found:
     """Every algorithm on every seed; algorithms take turns, so that a slow hour is unfair to none."""
     found: dict[Algorithm, list[Trained]] = {}
     controls: list[Trained] = []
@@ -82,14 +82,16 @@ def measure(seeds: Sequence[int], *, algorithms: Sequence[Algorithm], steps: int
                 settings = recipe(algorithm, steps=steps, teacher=teacher)
                 if algorithm == TEACHER:
                     settings = replace(settings, export=teacher)
-                found.setdefault(algorithm, []).append(_run(algorithm, settings, model=model, seed=seed))
+                found.setdefault(algorithm, []).append(
+                    _run(algorithm, settings, model=model, seed=seed, eval_samples=eval_samples)
+                )
             shuffled = recipe(TEACHER, steps=steps, teacher=teacher, control=True)
-            controls.append(_run("control", shuffled, model=model, seed=seed))
+            controls.append(_run("control", shuffled, model=model, seed=seed, eval_samples=eval_samples))
     return Found(found, controls)
 
 
-def _run(name: str, settings: Recipe, *, model: Path, seed: int) -> Trained:
-    done = train(model, settings, seed=seed, eval_samples=EVAL_SAMPLES)
+def _run(name: str, settings: Recipe, *, model: Path, seed: int, eval_samples: int) -> Trained:
+    done = train(model, settings, seed=seed, eval_samples=eval_samples)
     sys.stderr.write(f"{name}, seed {seed}: {done.final_reward:.3f} in {done.time_s:.1f} s\n")
     return done
 
@@ -151,7 +153,7 @@ def table(summary: Mapping[str, Any], names: Sequence[Algorithm]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.algorithms", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 steps, one seed")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 steps, one seed, few episodes")
     parser.add_argument("--seeds", type=int, default=3, help="models and task splits")
     parser.add_argument("--steps", type=int, default=50, help="optimiser steps of each run")
     parser.add_argument("--table", action="store_true", help="print a table in Markdown, too")
@@ -163,9 +165,11 @@ def main() -> None:
     quick: bool = arguments.quick
     names: tuple[Algorithm, ...] = tuple(arguments.only or ALGORITHMS)
     steps: int = 2 if quick else arguments.steps
-    found = measure(range(1 if quick else arguments.seeds), algorithms=names, steps=steps)
+    eval_samples = 1 if quick else EVAL_SAMPLES
+    seeds = range(1 if quick else arguments.seeds)
+    found = measure(seeds, algorithms=names, steps=steps, eval_samples=eval_samples)
     summary = {
-        "description": describe(steps),
+        "description": describe(steps, eval_samples=eval_samples),
         **report(found),
         "quick": quick,
         "elapsed_s": round(time.perf_counter() - started, 1),
@@ -176,13 +180,13 @@ def main() -> None:
     sys.stdout.write(json.dumps(summary) + "\n")
 
 
-def describe(steps: int) -> str:
+def describe(steps: int, *, eval_samples: int) -> str:
     sample = Recipe({})
     own = {name: dict(settings) for name, settings in OWN.items()}
     return (
         f"{steps} steps of {sample.groups_per_step} groups of {sample.group_size} calculator episodes, in one process "
         f"with one thread: the embedded engine and the trainer. final_reward: mean over 105 held-out tasks, "
-        f"{EVAL_SAMPLES} episodes each. time_s and cpu_s: sampling and training. Settings of all: {dict(COMMON)}; "
+        f"{eval_samples} episodes each. time_s and cpu_s: sampling and training. Settings of all: {dict(COMMON)}; "
         f"of some: {own}. distill: the teacher is what {TEACHER} made of the same model. dapo samples groups of equal "
         f"rewards again. control_shuffled_advantages: {TEACHER}, its advantages dealt to random episodes."
     )
