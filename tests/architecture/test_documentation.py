@@ -23,6 +23,7 @@ from wingbeat.server.http.routes_run import run_routes
 from wingbeat.server.http.routes_tasks import task_routes
 from wingbeat.server.keys.routes import key_routes
 from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.resources.report_routes import resource_report_routes
 from wingbeat.server.teams.routes import team_routes
 from wingbeat.server.variants.routes import variant_routes
 from wingbeat.server.weights.routes import weight_routes
@@ -113,6 +114,7 @@ def test_every_route_is_in_the_reference() -> None:
         collect_routes,
         worker_routes,
         weight_routes,
+        resource_report_routes,
     )
     bound = [make(unused, unused) for make in makers]
     for router in (*bound, key_routes(unused)):

@@ -19,6 +19,11 @@ MAX_FUNCTION_LINES = 80
 BROAD_EXCEPT_ALLOWED = {
     "wingbeat/client/agents.py": "carries whatever an agent raised from its thread to the task that awaits it",
     "wingbeat/dataflow/operators/chain.py": "leaves an operator of a user's that raised out, so that the run goes on",
+    "wingbeat/tools/calling.py": "tells the model whatever a tool of a user's raised, but for infrastructure's faults",
+    "wingbeat/environments/code_repair/hidden_runner.py": "whatever the code under test raises is its answer",
+    "wingbeat/resources/backends/container_threads.py": (
+        "carries whatever a client library raised from its thread to the task that awaits it"
+    ),
     "wingbeat/server/control.py": "records the failure of any background task, so that the status can name it",
 }
 """Module -> why it must survive any error of what it supervises."""

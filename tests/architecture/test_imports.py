@@ -34,19 +34,20 @@ RANKS = {
     "weights": 1,
     "resources": 1,
     "client": 1,
-    "environments": 2,
+    "tools": 2,
     "workers": 2,
+    "environments": 3,
     "server": 3,
     "deploy": 4,
     "research": 4,
     "dashboard": 4,
     "cli": 5,
 }
-ROOT_MAY_EXPORT = ("core", "client")
+ROOT_MAY_EXPORT = ("core", "client", "tools")
 """What ``wingbeat/__init__.py`` may import; its exports count as the client's."""
 
 HEAVY = frozenset({"torch", "transformers", "peft", "vllm", "ray"})
-NEVER_HEAVY = ("core", "tracking", "dataflow", "scheduler", "client", "server", "dashboard")
+NEVER_HEAVY = ("core", "tracking", "dataflow", "scheduler", "client", "tools", "server", "dashboard")
 """No heavy import anywhere in these, not even a lazy one."""
 LAZILY_HEAVY = ("", "resources", "deploy", "cli")
 """A heavy import inside a function at most ("" is the root module)."""
@@ -57,7 +58,9 @@ OF_RAY = "wingbeat.deploy.ray."
 SERVER_EXTRA = HEAVY | {
     "fastapi",
     "jinja2",
+    "jsonschema",
     "matplotlib",
+    "mcp",
     "msgspec",
     "numpy",
     "openai",
@@ -66,7 +69,7 @@ SERVER_EXTRA = HEAVY | {
     "zstandard",
 }
 """Not there after ``pip install wingbeat``, the light client."""
-LIGHT_MODULES = ("wingbeat", "wingbeat.client", "wingbeat.core.config", "wingbeat.cli.main")
+LIGHT_MODULES = ("wingbeat", "wingbeat.client", "wingbeat.core.config", "wingbeat.tools", "wingbeat.cli.main")
 MAX_LIGHT_IMPORT_S = 0.5
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from wingbeat.client.plans import AUTO
 from wingbeat.core.errors import SetupError
 from wingbeat.core.keys import KEY_VARIABLE
 from wingbeat.core.tls import CA_VARIABLE
@@ -85,3 +86,12 @@ def keys_by_server(names: Iterable[str]) -> dict[str, str]:
     """Of the servers of a team that have keys of their own: WINGBEAT_KEY_EAST is that of ``east``."""
     variables = {name: f"{KEY_VARIABLE}_{name.upper().replace('-', '_')}" for name in names}
     return {name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)}
+
+
+def resource_servers(given: Iterable[str] | None) -> tuple[str, ...]:
+    """Addresses of resources servers, or ``auto``.  Raises SetupError."""
+    found = tuple(dict.fromkeys(given or ()))
+    wrong = [text for text in found if text != AUTO and re.match(r"https?://.", text) is None]
+    if wrong:
+        raise SetupError(f"--resources: expected http://HOST:PORT, https://HOST:PORT or {AUTO}, got {wrong[0]!r}")
+    return found

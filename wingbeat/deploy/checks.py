@@ -9,7 +9,7 @@ import socket
 from importlib import metadata
 from pathlib import Path
 
-from wingbeat.core.config import Config
+from wingbeat.core.config import AgentConfig, Config
 from wingbeat.core.config.server import is_loopback
 from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
 from wingbeat.core.tls import check_certificate
@@ -87,7 +87,7 @@ def check_sources(config: Config, config_dir: Path) -> None:
     tasks = config.tasks
     for key, found in {"tasks": tasks, **{f"tasks.sources.{n}": s for n, s in tasks.sources.items()}}.items():
         if found.environment is not None:
-            make_environment(found.environment, found.options)
+            make_environment(found.environment, found.options, folder=config_dir)
         if found.file is not None and not (config_dir / found.file).is_file():
             raise ConfigError(f"{key}.file: no file {config_dir / found.file}")
 
@@ -115,12 +115,24 @@ def check_agents(config: Config, config_dir: Path) -> None:
     for name, agent in config.running_agents.items():
         key = "agent" if name == "agent" and not config.agents else f"agents.{name}"
         assert agent.path is not None, "validated"
-        module, _, function = agent.path.partition(".py:")
-        path = config_dir / (f"{module}.py" if function else agent.path)
-        if not path.is_file():
-            raise ConfigError(f"{key}.path: no file {path}")
+        if agent.is_builtin:
+            _check_builtin(config, agent, key, config_dir)
+        else:
+            module, _, function = agent.path.partition(".py:")
+            path = config_dir / (f"{module}.py" if function else agent.path)
+            if not path.is_file():
+                raise ConfigError(f"{key}.path: no file {path}")
         if agent.python is not None and shutil.which(agent.python) is None:
             raise ConfigError(f"{key}.python: no program {agent.python}; make the environment first")
+
+
+def _check_builtin(config: Config, agent: AgentConfig, key: str, config_dir: Path) -> None:
+    """Raises ConfigError where what it would play has no agent."""
+    from wingbeat.deploy.played import played_by
+    from wingbeat.environments.registry import make_played
+
+    for played in played_by(config, agent, key=key):
+        make_played(played.environment, played.options, folder=config_dir)
 
 
 def check_port(host: str, port: int) -> None:

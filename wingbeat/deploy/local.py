@@ -34,6 +34,7 @@ from wingbeat.deploy.paths import absolute_paths
 from wingbeat.deploy.processes import CONTROL, Place, Processes, ThisMachine
 from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
+from wingbeat.environments.tiny_recipes import builder_of
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
 
@@ -258,12 +259,11 @@ class Supervisor:
 
     async def _build(self, name: str) -> Path:
         """A small model made in place."""
-        if name != "calculator":
-            raise ConfigError(f"unknown built-in model {name!r}; there is `builtin:calculator`")
+        builder = builder_of(name)
         folder = self.run_dir / "models" / name
         if not (folder / "config.json").exists():
             self._on_note("making the built-in model (up to a minute, once for each run)")
-            command = [sys.executable, "-m", "wingbeat.environments.calculator.model"]
+            command = [sys.executable, "-m", *builder]
             await run_to_end(
                 [*command, "--out", str(folder), "--seed", str(self.config.run.seed)], what="building the model"
             )

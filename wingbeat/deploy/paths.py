@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wingbeat.core.config import AgentConfig, Config, TrainerConfig
+from wingbeat.core.config import AgentConfig, Config, SourceConfig, TasksConfig, TrainerConfig
 from wingbeat.dataflow.operators import absolute_use
 from wingbeat.deploy.checks import OTHER_MODELS
+from wingbeat.environments.registry import absolute_spec
 
 SERVER_FILES = ("keys_file", "tls_cert", "tls_key")
 """Keys of the server's section that name a file."""
@@ -30,7 +31,15 @@ def absolute_paths(config: Config, config_dir: Path) -> Config:
         return absolute(path) if path is not None and "/" in path else path
 
     def agent(config: AgentConfig) -> AgentConfig:
-        return config.model_copy(update={"path": absolute(config.path), "python": program(config.python)})
+        path = config.path if config.is_builtin else absolute(config.path)
+        return config.model_copy(update={"path": path, "python": program(config.python)})
+
+    def tasks_of(config: SourceConfig | TasksConfig) -> dict[str, str | None]:
+        spec = config.environment
+        return {
+            "file": absolute(config.file),
+            "environment": None if spec is None else absolute_spec(spec, config_dir),
+        }
 
     def trainer(config: TrainerConfig) -> TrainerConfig:
         return config.model_copy(update={key: model(getattr(config, key)) for key in OTHER_MODELS})
@@ -45,13 +54,13 @@ def absolute_paths(config: Config, config_dir: Path) -> Config:
         )
         for name, policy in config.policies.items()
     }
-    sources = {n: s.model_copy(update={"file": absolute(s.file)}) for n, s in config.tasks.sources.items()}
+    sources = {name: source.model_copy(update=tasks_of(source)) for name, source in config.tasks.sources.items()}
     operators = [o.model_copy(update={"use": absolute_use(o.use, config_dir)}) for o in config.dataflow.operators]
     return config.model_copy(
         update={
             "policies": policies,
             "dataflow": config.dataflow.model_copy(update={"operators": operators}),
-            "tasks": config.tasks.model_copy(update={"file": absolute(config.tasks.file), "sources": sources}),
+            "tasks": config.tasks.model_copy(update={**tasks_of(config.tasks), "sources": sources}),
             "server": config.server.model_copy(
                 update={key: absolute(expanded(getattr(config.server, key))) for key in SERVER_FILES}
             ),

@@ -69,7 +69,7 @@ def _read(
     environment: str | None, options: Mapping[str, Any], *, file: str | None, folder: Path
 ) -> dict[Split, list[Task]]:
     if environment is not None:
-        made = make_environment(environment, options)
+        made = make_environment(environment, options, folder=folder)
         return {split: list(made.tasks(split)) for split in Split}
     assert file is not None, "the configuration has one of the two"
     found = load_tasks_file(folder / file)

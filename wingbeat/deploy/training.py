@@ -30,6 +30,7 @@ from wingbeat.deploy.local import (
     stop_event,
     this_machine,
 )
+from wingbeat.deploy.played import command_line, played_by
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -131,7 +132,10 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
         plan.on_ready(supervisor)
         async with supervisor.swarm() as swarm:
             await put_tasks(swarm, tasks)
-            async with agents(plan.config, supervisor=supervisor) as clients:
+            specs = agent_specs(
+                plan.config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=supervisor.run_dir
+            )
+            async with kept_running(specs) as clients:
                 summary = await _follow(plan, swarm, supervisor, clients, stop)
     with open_read_only(run_dir / "ledger.sqlite") as ledger:
         evaluations = tuple(e for e in ledger.evaluations() if e.done)
@@ -151,7 +155,7 @@ async def _follow(
         asyncio.create_task(stop.wait(), name="stop"),
         asyncio.create_task(supervisor.wait_failed(), name="failed"),
         asyncio.create_task(supervisor.wait_ended(), name="ended"),
-        asyncio.create_task(_agents_failed(clients), name="agents"),
+        asyncio.create_task(agents_failed(clients), name="agents"),
     }
     try:
         finished, _ = await asyncio.wait({*watchers, done}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +211,7 @@ async def _blockers(swarm: AsyncSwarm, on_event: OnEvent) -> None:
             on_event({"event": "blockers", "blockers": status.blockers, "warnings": status.warnings})
 
 
-async def _agents_failed(clients: Sequence[Child]) -> SetupError:
+async def agents_failed(clients: Sequence[Child]) -> SetupError:
     """Returns once an agent process cannot be kept running; never where there are none."""
     failed = asyncio.Event()
     for client in clients:
@@ -221,9 +225,8 @@ async def _agents_failed(clients: Sequence[Child]) -> SetupError:
 
 
 @contextlib.asynccontextmanager
-async def agents(config: Config, *, supervisor: Supervisor) -> AsyncIterator[list[Child]]:
-    """The agents' client processes, kept running."""
-    specs = agent_specs(config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=supervisor.run_dir)
+async def kept_running(specs: Sequence[ChildSpec]) -> AsyncIterator[list[Child]]:
+    """The agents' client processes, while the block lasts."""
     children = [Child(spec, on_change=lambda child: None) for spec in specs]
     lives = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
     try:
@@ -241,7 +244,8 @@ def agent_specs(config: Config, *, url: str, key: str, run_dir: Path) -> list[Ch
     environment = {"OMP_NUM_THREADS": "1", KEY_VARIABLE: key}
     specs: list[ChildSpec] = []
     for name, agent in config.running_agents.items():
-        command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", str(agent.path), "--server", url]
+        what = command_line(played_by(config, agent)) if agent.is_builtin else [str(agent.path)]
+        command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", *what, "--server", url]
         command += [part for source in agent.sources or () for part in ("--source", source)]
         command += ["--concurrency", str(agent.concurrency), "--grace-s", "3"]
         label = agent.label or (name if config.agents or agent.weight is not None else "")

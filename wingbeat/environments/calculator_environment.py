@@ -7,8 +7,11 @@ from typing import Any
 
 from pydantic import Field
 
+from wingbeat.client import Episode
 from wingbeat.core.types import Split, Task
+from wingbeat.environments.calculator.presets import DEMO_PRESET as DEMO
 from wingbeat.environments.calculator.tasks import CalculatorTask, make_split, score
+from wingbeat.environments.kinds import Kind, without_variant
 from wingbeat.environments.options import Options, read_options, read_split
 
 
@@ -36,6 +39,12 @@ class CalculatorEnvironment:
         """1 if the answer is exactly right, else 0."""
         return score(from_task(task), answer)
 
+    async def play(self, episode: Episode) -> float:
+        """With the calculator as a tool: the agent of ``wingbeat demo``."""
+        from wingbeat.environments.calculator.agent import solve  # needs the openai SDK
+
+        return await solve(episode)
+
 
 def to_task(task: CalculatorTask) -> Task:
     """A calculator task as JSON data."""
@@ -49,3 +58,21 @@ def from_task(task: Task) -> CalculatorTask:
     return CalculatorTask(
         id=task.id, question=payload["question"], expression=payload["expression"], answer=payload["answer"]
     )
+
+
+KIND = Kind(
+    without_variant(CalculatorEnvironment.name, CalculatorEnvironment),
+    summary="one-digit sums, differences and products, with a calculator as a tool",
+    preset={
+        "run": {"steps": DEMO.steps},
+        "policies": {
+            "solver": {
+                "model": "builtin:calculator",
+                "context_tokens": 256,
+                "trainer": {"learning_rate": DEMO.learning_rate, "warmup_steps": DEMO.warmup_steps},
+            }
+        },
+        "eval": {"samples_per_task": 2},
+        "agent": {"concurrency": 48},
+    },
+)

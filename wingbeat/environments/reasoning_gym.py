@@ -26,7 +26,9 @@ from pydantic import ConfigDict, Field
 
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.core.types import Split, Task
+from wingbeat.environments.kinds import Kind
 from wingbeat.environments.options import Options, read_options, read_split
+from wingbeat.environments.single_turn import SingleTurn
 
 logger = logging.getLogger("wingbeat.environments")
 
@@ -91,15 +93,19 @@ class ReasoningGymOptions(Options):
     size: int = Field(default=1000, ge=1, description="Tasks to train on.")
     eval_size: int = Field(default=100, ge=1, description="Held-out tasks.")
     seed: int = Field(default=0, ge=0, description="Seeds the generator.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of an answer; unset: what the policy allows."
+    )
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(SingleTurn):
     """One family.  A payload holds the ``question`` and the library's ``entry`` that scoring needs."""
 
     def __init__(self, family: str, options: Mapping[str, Any] | None = None) -> None:
         self.name = f"reasoning-gym:{family}"
         self._family = family
         read = read_options(ReasoningGymOptions, options or {}, environment=self.name)
+        self.max_tokens = read.max_tokens
         self._dataset = _make_dataset(family, read)
         self._tasks = self._make_tasks(read)
         self._probe(self._tasks[Split.EVAL][:_NUM_PROBED])
@@ -194,3 +200,21 @@ def _make_dataset(family: str, options: ReasoningGymOptions) -> _Dataset:
         return library.create_dataset(family, size=_num_draws(options), seed=options.seed, **extra)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym:{family} does not take the options {extra}: {error}") from error
+
+
+def _make(family: str, options: Mapping[str, Any]) -> ReasoningGymEnvironment:
+    if not family:
+        raise ConfigError("expected a family, as in reasoning-gym:chain_sum, got reasoning-gym alone")
+    return ReasoningGymEnvironment(family, options)
+
+
+KIND = Kind(
+    _make,
+    summary="about ninety families of puzzles that are made and scored by rules; one question, one answer",
+    example="reasoning-gym:spell_backward",
+    preset={
+        "run": {"steps": 100},
+        "policies": {"solver": {"model": "builtin:spell-backward", "context_tokens": 128}},
+        "tasks": {"options": {"size": 800, "eval_size": 100, "max_tokens": 8, "min_word_len": 3, "max_word_len": 4}},
+    },
+)

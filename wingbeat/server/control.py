@@ -100,7 +100,7 @@ class Control:
         self.run_dir = run_dir
         self.clock = clock
         self.events = EventLog(run_dir / "events.jsonl", clock=wall)
-        self.metrics = ControlMetrics()
+        self.metrics = ControlMetrics(clock=clock)
         self.endings = Endings(self.metrics)
         self.limits = Limits(config.limits, metrics=self.metrics, clock=clock)
         self.changed = Changed()

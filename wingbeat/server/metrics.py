@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from wingbeat.server.collect.metrics import CollectMetrics
+from wingbeat.server.resources.reports import PoolReports
 from wingbeat.server.variants.metrics import VariantMeter
 from wingbeat.server.workers.metrics import EngineMetrics
 
@@ -14,7 +18,7 @@ BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300)
 class ControlMetrics:
     """All counters of control."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._turn_children: dict[str, tuple[Counter, Counter, Histogram]] = {}
         r = self.registry
@@ -33,6 +37,8 @@ class ControlMetrics:
         )
         self.agents = VariantMeter()
         r.register(self.agents)
+        self.pools = PoolReports(clock=clock)
+        r.register(self.pools)
         self.attempts = Counter(
             "wingbeat_attempts", "Attempts ended, by outcome and cause.", ["split", "outcome", "cause"], registry=r
         )

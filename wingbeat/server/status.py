@@ -144,6 +144,7 @@ def status_reply(control: Control) -> StatusReply:
         ended=control.director.ended,
         policies=[policy_reply(control, h) for h in control.policies.values()],
         engines=engine_replies(control.engines),
+        resources=control.metrics.pools.classes(),
         open_episodes=len(control.registry.open_episodes()),
         endings=dict(control.endings.counts),
         groups_in_flight=counts.num_groups,

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wingbeat import __version__
+from wingbeat.cli.evaluate import environment_config
 from wingbeat.cli.init import scaffold
 from wingbeat.cli.main import app
 from wingbeat.cli.program import program
@@ -304,3 +305,68 @@ def test_an_evaluation_shows_names_that_look_like_markup(cli: CliRunner, monkeyp
     monkeypatch.setattr(Swarm, "evaluate", lambda *args, **more: reply)
     result = cli.invoke(app, ["eval"])
     assert result.exit_code == 0 and "[/b]" in result.output and "[red]" in result.output
+
+
+# --- environments -----------------------------------------------------------------------------
+
+
+def test_init_of_an_environment_writes_what_trains_on_it(cli: CliRunner, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    project = tmp_path / "sums"
+    done = cli.invoke(app, ["init", str(project), "--environment", "calculator"])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in project.iterdir()) == ["README.md", "config.toml"]
+    config = load_config(project / "config.toml")
+    assert (config.run.name, config.agent.path, config.tasks.environment) == ("sums", "builtin", "calculator")
+    assert "wingbeat eval --environment calculator" in (project / "README.md").read_text()
+    assert cli.invoke(app, ["train", str(project / "config.toml"), "--dry-run"]).exit_code == 0
+    refused = cli.invoke(app, ["init", str(tmp_path / "x"), "--environment", "calculatr"])
+    assert (refused.exit_code, (tmp_path / "x").exists()) == (2, False)
+    assert "did you mean calculator?" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["rollout"], "expected a file with an agent, or --environment NAME"),
+        (
+            ["rollout", "agent.py", "--environment", "calculator"],
+            "expected a file with an agent, or --environment NAME",
+        ),
+        (["rollout", "agent.py", "--options", "seed=1"], "--options are of an --environment"),
+        (["rollout", "--environment", "calculator", "--options", "sed=1"], "tasks.options.sed"),
+        (["rollout", "--environment", "calculator", "--watch"], "this one is no file"),
+        (["eval", "--model", "m"], "--model does not go"),
+        (["eval", "--preset"], "--preset does not go"),
+        (["eval", "--run.seed=1"], "settings are of the server that --environment starts"),
+        (["eval", "--environment", "calculator", "--source", "x"], "--source does not go"),
+        (["eval", "--environment", "calculator", "--version", "3"], "--version does not go"),
+        (
+            ["eval", "--environment", "calculator", "--server", "http://127.0.0.1:9", "--model", "m"],
+            "--model does not go",
+        ),
+        (["eval", "--environment", "nothing"], "expected an environment out of"),
+        (["eval", "--environment", "calculator", "--options", "sed=1"], "tasks.options.sed"),
+        (["eval", "--environment", "calculator", "--model", "builtin:big"], "unknown built-in model"),
+        (["eval", "--environment", "calculator", "--policies.solver.contxt=1"], "contxt"),
+        (["eval", "--environment", "calculator", "--sample=3"], "unknown option"),
+    ],
+)
+def test_environments_and_their_options_are_refused_before_anything_starts(
+    cli: CliRunner, arguments: list[str], says: str
+) -> None:
+    pytest.importorskip("openai")
+    done = cli.invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_only_a_tiny_model_is_evaluated_with_the_options_of_the_preset() -> None:
+    tiny = environment_config("gymnasium:FrozenLake-v1", {"size": 9}, preset=True)
+    own = environment_config("gymnasium:FrozenLake-v1", {}, model="org/name")
+    trained = environment_config("gymnasium:FrozenLake-v1", {}, model="export/solver", preset=True)
+    assert (tiny.tasks.options["map_size"], tiny.tasks.options["size"]) == (3, 9)
+    assert (own.tasks.options, own.policies["solver"].context_tokens) == ({}, 4096)
+    assert (trained.tasks.options["map_size"], trained.policies["solver"].context_tokens) == (3, 128)
+    assert not any(policy.trainable for config in (tiny, own, trained) for policy in config.policies.values())

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from wingbeat.server.__main__ import OWN_FILES, fitting_connections
+from wingbeat.server.http.listening import OWN_FILES, fitting_connections
 
 
 @pytest.mark.parametrize(

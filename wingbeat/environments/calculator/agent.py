@@ -1,4 +1,4 @@
-"""The demo's agent: a multi-turn tool user, written with the official ``openai`` SDK and nothing of ours.
+"""The demo's agent: a multi-turn tool user, written with the official ``openai`` SDK.
 
 It is what an existing agent looks like: point the SDK at ``base_url`` with ``api_key``, loop while the
 model calls tools, score the answer, return the reward.
@@ -9,35 +9,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAioHttpClient
-
-from wingbeat.client import MODEL_CALL_RETRIES, Episode, agent
+from wingbeat.client import Episode, agent
+from wingbeat.environments.asking import client_of
 from wingbeat.environments.calculator.presets import DEMO_PRESET
 from wingbeat.environments.calculator.tasks import CALC_TOOL, calc, score
 from wingbeat.environments.calculator_environment import from_task
-
-_clients: dict[str, AsyncOpenAI] = {}
-"""One connection pool per server, shared by all episodes of this process."""
-
-
-def _client(episode: Episode) -> AsyncOpenAI:
-    shared = _clients.get(episode.base_url)
-    if shared is None:
-        shared = AsyncOpenAI(
-            base_url=episode.base_url,
-            api_key=episode.api_key,
-            http_client=DefaultAioHttpClient(),
-            max_retries=MODEL_CALL_RETRIES,
-        )
-        _clients[episode.base_url] = shared
-    return shared.with_options(api_key=episode.api_key)
 
 
 @agent
 async def solve(episode: Episode) -> float:
     """Answer one question, with the calculator at hand; 1.0 for the exact answer."""
     task = from_task(episode.task)
-    client = _client(episode)
+    client = client_of(episode)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
     for _ in range(DEMO_PRESET.max_turns):
         completion = await client.chat.completions.create(

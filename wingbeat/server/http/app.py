@@ -29,6 +29,7 @@ from wingbeat.server.http.routes_run import run_routes
 from wingbeat.server.http.routes_tasks import task_routes
 from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.keys.routes import key_routes
+from wingbeat.server.resources.report_routes import resource_report_routes
 from wingbeat.server.teams.routes import team_routes
 from wingbeat.server.variants.routes import variant_routes
 from wingbeat.server.weights.routes import weight_routes
@@ -69,6 +70,7 @@ def _api(control: Control, keys: KeyRing) -> FastAPI:
     app.include_router(team_routes(control, keys))
     app.include_router(worker_routes(control, keys))
     app.include_router(deployment_routes(control, keys))
+    app.include_router(resource_report_routes(control, keys))
 
     @app.websocket("/worker/v1")
     async def worker(socket: WebSocket) -> None:

@@ -61,6 +61,10 @@ MAY_HOLD_EPISODES = frozenset({Role.ADMIN, Role.CLIENT, Role.COLLECT})
 MAY_COLLECT = frozenset({Role.ADMIN, Role.COLLECT})
 """May list and delete conversations: those of its own key; an admin all."""
 MAY_WORK = frozenset({Role.WORKER})
+MAY_REPORT = frozenset({Role.ADMIN, Role.CLIENT, Role.WORKER})
+"""May say what their pool of resources does."""
+MAY_LEND = frozenset({Role.ADMIN, Role.WORKER})
+"""May say where clients find a resources server: they send their keys there."""
 
 NEEDED: Mapping[frozenset[Role], str] = {
     MAY_ADMINISTRATE: "an admin key",
@@ -68,5 +72,7 @@ NEEDED: Mapping[frozenset[Role], str] = {
     MAY_HOLD_EPISODES: "the key of the episode, the client key that began it, or an admin key",
     MAY_COLLECT: "a collect key or an admin key",
     MAY_WORK: "a worker key",
+    MAY_REPORT: "a client key, a worker key or an admin key",
+    MAY_LEND: "a worker key or an admin key",
 }
 """In messages."""
