@@ -25,9 +25,15 @@ AT_LEAST = {"sandbox_vs_limit": 0.8, "throughput_vs_calm": 0.6}
 
 
 def bars(summary: dict[str, Any]) -> dict[str, bool]:
-    """Of the parts that were run."""
+    """Of the parts that were run.
+
+    A quick run of the last part is not judged by its throughput: one sandbox that hangs at its end is half of it.
+    """
+    judged = {**AT_LEAST}
+    if summary.get("quick"):
+        del judged["throughput_vs_calm"]
     most = {f"{name} <= {bar}": summary[name] <= bar for name, bar in AT_MOST.items() if name in summary}
-    least = {f"{name} >= {bar}": summary[name] >= bar for name, bar in AT_LEAST.items() if name in summary}
+    least = {f"{name} >= {bar}": summary[name] >= bar for name, bar in judged.items() if name in summary}
     return {**most, **least}
 
 

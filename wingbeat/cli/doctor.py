@@ -246,10 +246,10 @@ def check_sandboxes() -> Finding:
     if not missing:
         return Finding("sandboxes", Level.OK, f"bubblewrap; all limits hold, by control groups v{homes.version}")
     without = {
-        MEMORY: "memory_mb holds for each process only",
+        MEMORY: "memory_mb is refused, process_memory_mb is not",
         PIDS: "pids holds by RLIMIT_NPROC",
         CPU: "cpus is refused",
-        CPUACCT: "cpu_s holds for each process only",
+        CPUACCT: "cpu_s is refused",
     }
     found = f"bubblewrap, but no control groups for {', '.join(missing)} ({homes.reason})"
     return Finding("sandboxes", Level.NOTE, found, "; ".join(without[name] for name in missing))

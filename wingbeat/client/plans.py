@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import logging
@@ -18,6 +19,8 @@ from wingbeat.client.team import AsyncTeam
 from wingbeat.core.errors import SetupError
 
 AUTO = "auto"
+ASK_TIMES = 30
+ASK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ async def resource_urls(plan: RolloutPlan) -> list[str]:
     if AUTO in plan.resource_urls:
         leading = next(iter(plan.servers), "")
         async with AsyncSwarm(plan.servers.get(leading, plan.url), plan.keys.get(leading, plan.key)) as swarm:
-            known = [server.url for server in (await swarm.resource_servers()).servers]
+            known = await _announced(swarm)
         if not known:
             raise SetupError(
                 f"no resources server reports to {swarm.url}: start `wingbeat resources --server {swarm.url}`, or name"
@@ -129,3 +132,13 @@ async def resource_urls(plan: RolloutPlan) -> list[str]:
             )
         found += [url for url in known if url not in found]
     return found
+
+
+async def _announced(swarm: AsyncSwarm) -> list[str]:
+    """Those that report; one that was started with the server may take a moment."""
+    for _ in range(ASK_TIMES):
+        found = [server.url for server in (await swarm.resource_servers()).servers]
+        if found:
+            return found
+        await asyncio.sleep(ASK_EVERY_S)
+    return []

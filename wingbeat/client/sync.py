@@ -10,7 +10,7 @@ All I/O runs on one event loop in a background thread; heartbeats have their own
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, SupportsFloat, TypeVar, Unpack
@@ -184,8 +184,21 @@ class SyncEpisode(EpisodeTwin[Episode]):
         return self._port.call(self._episode.status())
 
 
+async def end_swarms(close: Callable[[], Awaitable[None]], swarms: Iterable[AsyncSwarm]) -> None:
+    """Close what synchronous code used, and then its pools."""
+    try:
+        await close()
+    finally:
+        for pool in {id(swarm.resources): swarm.resources for swarm in swarms}.values():
+            if pool is not None:
+                await pool.close()
+
+
 class Swarm:
-    """:class:`wingbeat.client.AsyncSwarm` for synchronous code; usable from many threads."""
+    """:class:`wingbeat.client.AsyncSwarm` for synchronous code; usable from many threads.
+
+    ``resources`` lives on the background loop, where nobody else could end it: ``close`` closes it, too.
+    """
 
     def __init__(
         self,
@@ -215,8 +228,8 @@ class Swarm:
         return self._swarm.url
 
     def close(self) -> None:
-        """End connections, heartbeats and the background thread; twice is harmless."""
-        self._thread.stop(self._swarm.close())
+        """End connections, heartbeats, the resource pool and the background thread; twice is harmless."""
+        self._thread.stop(end_swarms(self._swarm.close, [self._swarm]))
 
     def __enter__(self) -> Self:
         return self

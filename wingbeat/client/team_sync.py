@@ -17,7 +17,7 @@ from typing import Any, Self, SupportsFloat, Unpack
 from wingbeat.client.episode import Episode
 from wingbeat.client.rewards import RewardLike
 from wingbeat.client.swarm import AsyncSwarm, LeaseOptions
-from wingbeat.client.sync import EpisodeTwin, SyncEpisode
+from wingbeat.client.sync import EpisodeTwin, SyncEpisode, end_swarms
 from wingbeat.client.team import AsyncTeam, TeamBeginOptions
 from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.core.loop_thread import LoopPort, LoopThread
@@ -67,7 +67,10 @@ class SyncTeamEpisode(EpisodeTwin[TeamEpisode]):
 
 
 class Team:
-    """:class:`AsyncTeam` for synchronous code; usable from many threads."""
+    """:class:`AsyncTeam` for synchronous code; usable from many threads.
+
+    Resource pools of its swarms live on the background loop: ``close`` closes them, too.
+    """
 
     def __init__(
         self,
@@ -83,8 +86,8 @@ class Team:
         self._port = self._thread.port
 
     def close(self) -> None:
-        """As :meth:`AsyncTeam.close`."""
-        self._thread.stop(self._team.close())
+        """As :meth:`AsyncTeam.close`; and the swarms' resource pools."""
+        self._thread.stop(end_swarms(self._team.close, self._team.swarms.values()))
 
     def __enter__(self) -> Self:
         self._port.call(self._team.__aenter__())

@@ -14,6 +14,9 @@ from wingbeat.core.errors import RequestError
 
 T = TypeVar("T")
 
+LEFT_S = 5.0
+"""How long what still runs as its loop ends may take to be cancelled."""
+
 
 class LoopPort:
     """Runs coroutines on a loop of another thread and waits for their results."""
@@ -46,13 +49,26 @@ class LoopPort:
     def entered(self, block: AbstractAsyncContextManager[T, Any]) -> Generator[T]:
         """An asynchronous block around a synchronous one."""
 
+        is_in = False
+
         async def enter() -> T:
-            return await block.__aenter__()
+            nonlocal is_in
+            value = await block.__aenter__()
+            is_in = True
+            return value
 
         async def leave(error: BaseException | None) -> None:
             await block.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-        value = self.call(enter())
+        async def leave_if_in(error: BaseException) -> None:
+            if is_in:
+                await leave(error)
+
+        try:
+            value = self.call(enter())
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.call(leave_if_in(error))  # interrupted just as it was entered, it would be nobody's
+            raise
         try:
             yield value
         except BaseException as error:
@@ -75,6 +91,11 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:  # else the threads that wait for them would wait for ever
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()

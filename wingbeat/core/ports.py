@@ -182,6 +182,10 @@ class ResourcePool(Protocol):
         """End all leases of an owner (an attempt at an episode); returns how many there were."""
         ...
 
+    async def close(self) -> None:
+        """End everything, in the event loop in which it was used; twice is harmless."""
+        ...
+
 
 @runtime_checkable
 class MeasuredPool(Protocol):

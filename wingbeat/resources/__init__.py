@@ -13,15 +13,10 @@ from wingbeat.resources.pool_leases import Lease
 from wingbeat.resources.reaper import Reaped, reap
 from wingbeat.resources.specs import (
     BoxSpec,
-    DockerSpec,
     Draw,
-    EndpointSpec,
-    KubernetesSpec,
     LocalSpec,
-    ModelSpec,
     Mount,
     Needs,
-    RaySpec,
     ResourceFailed,
     ResourceLost,
     ResourceWait,
@@ -30,6 +25,13 @@ from wingbeat.resources.specs import (
     Spec,
     SubprocessSpec,
     UnsupportedField,
+)
+from wingbeat.resources.specs_remote import (
+    DockerSpec,
+    EndpointSpec,
+    KubernetesSpec,
+    ModelSpec,
+    RaySpec,
     WireSpec,
     parse_spec,
 )

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from wingbeat.resources.pots import AmountPot, DrawPot, Pot, RatePot, TicketState
+from wingbeat.resources.pots import AmountPot, CostPot, DrawPot, Pot, RatePot, TicketState
 from wingbeat.resources.states import ResourceState
 
 _LEASED = ResourceState.LEASED
@@ -100,6 +100,8 @@ class Admission:
         self.evicted: list[Slot] = []
         """Told to go since the driver last looked; it empties the list."""
         self.rate_pots: list[RatePot] = []
+        """Those whose time brings something back."""
+        self.cost_pots: list[CostPot] = []
 
     @property
     def num_idle(self) -> int:

@@ -6,18 +6,20 @@ Held: processors, memory, GPUs.  Drawn, by name: requests and tokens a minute, a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from wingbeat.core.errors import ConfigError
-from wingbeat.resources.pots import AmountPot, CostPot, DrawPot, RatePot
+from wingbeat.resources.pots import AmountPot, CostPot, DrawPot, RatePot, TicketState
 from wingbeat.resources.specs import Count, Draw, Needs, Positive, Share, Spec
+from wingbeat.resources.stats import BudgetStats
 
 _MILLI = 1000
 """Processors are counted in thousandths, so that sums of shares are exact."""
+_CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED_MEMORY = 1 << 60
 """cgroups without a limit say a number beyond this."""
 
@@ -51,16 +53,29 @@ class Budgets(BaseModel, frozen=True):
 
 
 def num_cpus() -> float:
-    """Processors that this process may use."""
-    return float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Processors that this process may use: a container's share of them where that is less."""
+    there = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min([there, *_quotas()])
+
+
+def _quotas() -> Iterator[float]:
+    """What the control group allows, in processors: microseconds of one, in so many of time."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = " ".join((_CGROUPS / name).read_text(encoding="ascii") for name in names).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # another version of cgroups, or "max"
+            continue
+        if quota > 0 and period > 0:
+            yield quota / period
 
 
 def memory_mb() -> int:
     """Of the machine, or of the container where that is less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            sizes.append(int(Path(path).read_text(encoding="ascii")))
+            sizes.append(int((_CGROUPS / name).read_text(encoding="ascii")))
         except (OSError, ValueError):  # another version of cgroups, or "max"
             continue
     return min(size for size in sizes if size < _UNLIMITED_MEMORY) >> 20
@@ -112,8 +127,18 @@ class BudgetPots:
                 holds.append((pot, amount))
         return holds
 
-    def draws_of(self, draw: Draw) -> list[tuple[DrawPot, float]]:
-        """Raises ConfigError for an unknown budget, or for more than it ever holds."""
+    def draws_of(self, draws: Iterable[Draw]) -> list[tuple[DrawPot, float]]:
+        """Of several together.  Raises ConfigError for an unknown budget, or for more than it ever holds."""
+        total: dict[DrawPot, float] = {}
+        for draw in draws:
+            for pot, amount in self._draws_of_one(draw):
+                total[pot] = total.get(pot, 0.0) + amount
+        for pot, amount in total.items():
+            if amount > pot.capacity:
+                raise ConfigError(f"{pot.name}: expected draws of at most {pot.capacity:g} together, got {amount:g}")
+        return list(total.items())
+
+    def _draws_of_one(self, draw: Draw) -> list[tuple[DrawPot, float]]:
         self.check_name(draw.budget)
         wanted: Sequence[tuple[DrawPot | None, float]] = (
             (self.requests.get(draw.budget), draw.requests),
@@ -132,6 +157,10 @@ class BudgetPots:
                 draws.append((pot, amount))
         return draws
 
+    def snapshot(self, now: float) -> list[BudgetStats]:
+        """How much of each is in use."""
+        return [_stats_of(pot, now) for pot in self.all]
+
     def check_name(self, name: str) -> None:
         """Raises ConfigError for a budget that this pool does not have."""
         if name not in self.names:
@@ -148,6 +177,23 @@ def check_fits(spec: Spec, pot: AmountPot, amount: int) -> None:
             " it would wait for ever. Ask for less, or raise Resources(Budgets(...))",
             param=pot.name,
         )
+
+
+def check_together(wanted: Iterable[tuple[Spec, Sequence[tuple[AmountPot, int]], int]]) -> None:
+    """Specs, what one instance of each holds, and how many: raises ConfigError where they fit alone, never together."""
+    total: dict[AmountPot, int] = {}
+    for spec, holds, count in wanted:
+        for pot, amount in holds:
+            total[pot] = total.get(pot, 0) + amount * count
+            check_fits(spec, pot, total[pot])
+
+
+def _stats_of(pot: AmountPot | RatePot | CostPot, now: float) -> BudgetStats:
+    waiting = sum(ticket.state is TicketState.WAITING for ticket in pot.line)
+    if isinstance(pot, AmountPot):
+        return BudgetStats(pot.name, pot.capacity * pot.unit, (pot.capacity - pot.free) * pot.unit, waiting)
+    used = pot.spent if isinstance(pot, CostPot) else pot.capacity - pot.level(now)
+    return BudgetStats(pot.name, pot.capacity, used, waiting)
 
 
 def _units(needs: Needs, name: str) -> int:

@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import stat
+import tempfile
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -49,7 +50,10 @@ def state_folder() -> Path:
     base = os.environ.get(STATE_VARIABLE)
     if base:
         return Path(base) / "resources"
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    try:
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's user who has no home and no name
+        return Path(tempfile.gettempdir()) / f"wingbeat-{os.geteuid()}" / "resources"
     return Path(home) / "wingbeat" / "resources"
 
 
@@ -107,18 +111,26 @@ class Ledger:
             return
         if self._file < 0:
             self._open()
-        self._write(_line("started", entry))
+        try:
+            _append(self._file, _line("started", entry))
+        except OSError as error:
+            raise ResourceFailed(f"the resource ledger {self._path} cannot be written: {error}") from error
         self._live[entry] = None
 
     def ended(self, kind: str, handle: str) -> None:
+        """A ledger that cannot say so tells of too much, which is looked for in vain: no reason to fail."""
         entry = (kind, handle)
         if entry not in self._live:
             return
         del self._live[entry]
         self._num_dead += 2
-        self._write(_line("ended", entry))
-        if self._num_dead > MAX_DEAD_LINES + 2 * len(self._live):
-            self._compact()
+        try:
+            _append(self._file, _line("ended", entry))
+            if self._num_dead > MAX_DEAD_LINES + 2 * len(self._live):
+                self._compact()
+        except (OSError, SetupError) as error:
+            self._num_dead = 0  # not at once again
+            logger.warning("the resource ledger %s keeps what has ended: %s", self._path, error)
 
     def close(self) -> None:
         """What has not ended stays on disk, for another to end once this process is gone."""
@@ -135,25 +147,20 @@ class Ledger:
         owner = Owner.this_process()
         name = f"{owner.host}-{owner.pid}-{uuid.uuid4().hex[:8]}"
         path, unseen = self._folder / f"{name}{SUFFIX}", self._folder / f"{name}{UNSEEN}"
+        file = -1
         try:
-            self._file = os.open(unseen, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._write(json.dumps({"owner": asdict(owner)}))
+            file = os.open(unseen, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _append(file, json.dumps({"owner": asdict(owner)}))
             for entry in self._live:
-                self._write(_line("started", entry))
+                _append(file, _line("started", entry))
             unseen.rename(path)  # whole and locked before anyone can see it
         except OSError as error:
+            if file >= 0:  # nobody reads a file of that name, so nothing may be written there
+                unseen.unlink(missing_ok=True)
+                os.close(file)
             raise SetupError(f"the resource ledger {path} cannot be written: {error}") from error
-        self._path, self._num_dead = path, 0
-
-    def _write(self, line: str) -> None:
-        try:
-            data = line.encode() + b"\n"
-            if os.write(self._file, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            place = self._path or self._folder
-            raise ResourceFailed(f"the resource ledger {place} cannot be written: {error}") from error
+        self._file, self._path, self._num_dead = file, path, 0
 
     def _compact(self) -> None:
         """A new file first: if this process ends in between, both say the same."""
@@ -208,9 +215,11 @@ def left_in(folder: Path) -> Iterator[LeftLedger]:
 
     A ledger is a dead owner's if nobody holds its lock *and* no process of the owner's number and start is there.
     Those of other machines are left alone, and of those of other containers what is named by process numbers.
+    Raises SetupError for a folder of somebody else, who could have anything of this user's ended.
     """
     if not folder.is_dir():
         return
+    _check_ours(folder)
     here = Owner.this_process()
     for path in sorted(folder.glob(f"*{UNSEEN}")):
         file = _lock(path)
@@ -234,14 +243,7 @@ def secure(folder: Path) -> None:
     """Make a folder of this user's alone.  Raises SetupError where it is, or may become, somebody else's."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        seen = folder.lstat()
-        if not stat.S_ISDIR(seen.st_mode):
-            raise SetupError(f"the resource ledger's folder {folder}: expected a folder, got a link or a file")
-        if seen.st_uid != os.geteuid():
-            raise SetupError(
-                f"the resource ledger's folder {folder} belongs to user {seen.st_uid}: set {STATE_VARIABLE} to your own"
-            )
-        if seen.st_mode & 0o077:
+        if _check_ours(folder).st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise SetupError(
@@ -249,10 +251,25 @@ def secure(folder: Path) -> None:
         ) from error
 
 
+def _check_ours(folder: Path) -> os.stat_result:
+    seen = folder.lstat()
+    if not stat.S_ISDIR(seen.st_mode):
+        raise SetupError(f"the resource ledger's folder {folder}: expected a folder, got a link or a file")
+    if seen.st_uid != os.geteuid():
+        raise SetupError(
+            f"the resource ledger's folder {folder} belongs to user {seen.st_uid}: set {STATE_VARIABLE} to your own"
+        )
+    return seen
+
+
 def start_of(pid: int) -> str:
-    """When a process began, as the kernel counts; "" where there is none or it cannot be told."""
+    """When a process began, as the kernel counts; "" where there is none or it cannot be told.
+
+    One that has ended and whose parent has not looked is none: where nobody collects them it would seem alive for ever.
+    """
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     return ""
 
 
@@ -264,7 +281,8 @@ def _lock(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_nlink:  # else another reaper has just ended all that it told of
+        seen = os.fstat(file)
+        if seen.st_nlink and seen.st_uid == os.geteuid():  # without a name: another reaper has just done all of it
             return file
     except OSError:
         pass
@@ -289,6 +307,15 @@ def _read(path: Path) -> tuple[Owner | None, list[Entry]]:
         except (ValueError, TypeError):
             logger.warning("the resource ledger %s has a line that cannot be read: %.80r", path, line)
     return owner, list(live)
+
+
+def _append(file: int, line: str) -> None:
+    """All of a line or nothing of it: what came after half a line could not be read.  Raises OSError."""
+    data = line.encode() + b"\n"
+    num_written = os.write(file, data)
+    if num_written != len(data):
+        os.ftruncate(file, os.fstat(file).st_size - num_written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _line(verb: str, entry: Entry) -> str:

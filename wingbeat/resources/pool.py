@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +25,14 @@ from wingbeat.core.ports import Clock, ResourcePool
 from wingbeat.resources.admission import Admission, Book
 from wingbeat.resources.backend import Backends
 from wingbeat.resources.backends import default_backends
-from wingbeat.resources.budgets import BudgetPots, Budgets, check_fits
+from wingbeat.resources.budgets import BudgetPots, Budgets, check_together
 from wingbeat.resources.ledger import Ledger, state_folder
 from wingbeat.resources.meters import Meters
+from wingbeat.resources.pool_idle import IdleSweep
 from wingbeat.resources.pool_instances import Instances
 from wingbeat.resources.pool_leases import Holding, Lease, ManyLeases
-from wingbeat.resources.pots import AmountPot, CostPot, DrawPot, RatePot, TicketState
+from wingbeat.resources.pool_places import Places
+from wingbeat.resources.pots import TicketState
 from wingbeat.resources.reaper import reap
 from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec
 from wingbeat.resources.stats import BudgetStats, ClassStats
@@ -66,22 +68,17 @@ class Resources:
         self._pots = BudgetPots(Budgets.of_machine() if budgets is None else budgets, clock())
         admission = self._admission = Admission(max_idle=self._pots.max_idle)
         admission.rate_pots = [*self._pots.requests.values(), *self._pots.tokens.values()]
+        admission.cost_pots = [*self._pots.costs.values()]
         self._folder = state_folder() if ledger is None else ledger
         self._backends = default_backends() if backends is None else backends
         self._instances = Instances(self._backends, Ledger(self._folder), on_idle=self._on_idle)
         self._turns = Turns(admission, clock, on_let_in=self._let_in, on_evicted=self._instances.end_evicted)
+        self._sweep = IdleSweep(admission, self._turns, clock)
         self._instances.turns = self._turns
         self._instances.meters = Meters(self._turns, self._pots, wait_s=wait_s)
-        self._holdings: dict[str, dict[Holding, None]] = defaultdict(dict)
-        """By owner."""
-        self._named: dict[tuple[str, str], Holding] = {}
-        """Owner and name -> what they have."""
-        self._prefetched: dict[str, list[Holding]] = {}
-        """By owner: asked for and not yet leased."""
+        self._places = Places()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reaping: asyncio.Task[None] | None = None
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        self._sweep_at = float("inf")
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -105,6 +102,8 @@ class Resources:
         ResourceWait after ``wait_s`` in line (None: the pool's), ConfigError for a spec that is larger than the
         pool's budgets or another than the name stands for, UnsupportedField for what its back-end cannot do.
         """
+        if not isinstance(spec, Spec):
+            raise ConfigError(f"expected a spec, got {type(spec).__name__}; parse_spec(data) makes one of plain data")
         return Lease(self, spec, name=name, owner=owner, wait_s=wait_s)
 
     def lease_all(
@@ -126,8 +125,8 @@ class Resources:
         if wanted:
             self._check_open()
             holdings = self._ask([(spec, "") for spec in wanted], owner=owner)
-            self._prefetched.setdefault(owner, []).extend(holdings)
-            if self._is_waiting(owner):
+            self._places.fetch(owner, holdings)
+            if self._places.is_waiting(owner):
                 self._give_up_fetched(owner)
 
     async def enter(self, lease: Lease, holding: Holding | None = None, *, wait_s: float | None) -> Lease:
@@ -139,7 +138,7 @@ class Resources:
                 holding = self._held(lease.spec, lease.name, lease.owner)
             if holding is None:
                 holding = self._ask_one(lease.spec, lease.name, lease.owner)
-            if self._prefetched and holding.request.state is TicketState.WAITING:
+            if self._places.is_any_fetched and holding.request.state is TicketState.WAITING:
                 self._give_up_fetched(lease.owner)
         try:
             if not holding.is_ready():
@@ -156,7 +155,7 @@ class Resources:
         """Begin several leases, all of them or none."""
         self._check_open()
         holdings = self._hold_all(specs, owner=owner)
-        if self._prefetched and self._is_waiting(owner):
+        if self._places.is_any_fetched and self._places.is_waiting(owner):
             self._give_up_fetched(owner)
         leases: dict[str, Lease] = {}
         try:
@@ -217,22 +216,21 @@ class Resources:
         if not owner:
             raise ValueError("owner: expected a name, got an empty one, which is shared by all unowned leases")
         fault = ResourceLost(f"the lease has ended: the resources of {owner!r} were released, its episode is over")
-        return await self._cut(list(self._holdings.get(owner, ())), fault)
+        return await self._cut(self._places.of(owner), fault)
 
     async def close(self) -> None:
         """End every lease and instance; whoever waits for one gets ResourceFailed.  Twice is harmless."""
         self._closed = self._instances.is_closed = True
         fault = ResourceFailed("the resource pool is closed; no further leases")
-        await self._cut([holding for held in self._holdings.values() for holding in held], fault)
+        await self._cut(self._places.all(), fault)
         for slot in list(self._admission.idle):
             self._admission.evict(slot)
         self._turns.look(())
         self._turns.close()
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
+        self._sweep.close()
         await self._instances.close(unwanted=self._reaping)
 
-    async def _cut(self, holdings: Sequence[Holding], fault: ResourceFailed) -> int:
+    async def _cut(self, holdings: Iterable[Holding], fault: ResourceFailed) -> int:
         """End places under their holders."""
         num_leases, works = 0, list[asyncio.Task[None]]()
         for holding in holdings:
@@ -261,7 +259,7 @@ class Resources:
             self._instances.retire(holding.slot)
         if holding.count:
             return None
-        self._unregister(holding)
+        self._places.remove(holding)
         is_last = len(request.holdings) == 1 or not any(other.count for other in request.holdings)
         if is_last and request.state is TicketState.WAITING:
             self._turns.withdraw(request)
@@ -278,7 +276,7 @@ class Resources:
 
     def _held(self, spec: Spec, name: str, owner: str) -> Holding | None:
         """What an owner has already by this name, or fetched ahead; one lease more of it."""
-        held = self._named.get((owner, name)) if name else None
+        held = self._places.named(owner, name)
         if held is not None:
             if held.spec.key != spec.key:
                 raise ConfigError(
@@ -287,17 +285,14 @@ class Resources:
                 )
             held.count += 1
             return held
-        for held in tuple(self._prefetched.get(owner, ())):
+        for held in self._places.fetched(owner):
             if held.spec.key != spec.key:
                 continue
             if held.request.fault is not None:
                 logger.info("what was fetched ahead failed, so the lease tries again: %s", held.request.fault)
                 self._leave(held)
                 continue
-            self._unfetch(held)
-            held.name = name  # its place counted one lease from the beginning
-            if name:
-                self._named[owner, name] = held
+            self._places.take_over(held, name)  # its place counted one lease from the beginning
             return held
         return None
 
@@ -309,8 +304,8 @@ class Resources:
                 by_book.setdefault(self._book(spec), []).append((spec, name))
             counts = [(book, len(specs)) for book, specs in by_book.items()]
             if len(wanted) > 1:
-                _check_together(counts)
-            request = Request(counts, self._draws(wanted))
+                check_together([(book.spec, book.holds, 1 if book.is_shared else n) for book, n in counts])
+            request = Request(counts, self._pots.draws_of([spec.draw for spec, _ in wanted if spec.draw is not None]))
             places = [place for specs in by_book.values() for place in specs]
             request.holdings = tuple(
                 Holding(request, index, spec, name, owner) for index, (spec, name) in enumerate(places)
@@ -321,7 +316,7 @@ class Resources:
                 self._admission.forget(book)
             raise
         for holding in request.holdings:
-            self._register(holding)
+            self._places.add(holding)
         return list(request.holdings)
 
     def _ask_one(self, spec: Spec, name: str, owner: str) -> Holding:
@@ -333,33 +328,8 @@ class Resources:
         holding = Holding(request, 0, spec, name, owner)
         request.holdings = (holding,)
         self._turns.ask(request)
-        self._register(holding)
+        self._places.add(holding)
         return holding
-
-    def _register(self, holding: Holding) -> None:
-        owner = holding.owner
-        self._holdings[owner][holding] = None
-        if owner and holding.name:
-            self._named[owner, holding.name] = holding
-
-    def _unregister(self, holding: Holding) -> None:
-        owned = self._holdings[holding.owner]
-        del owned[holding]
-        if not owned:
-            del self._holdings[holding.owner]
-        if holding.owner:
-            if self._named.get((holding.owner, holding.name)) is holding:
-                del self._named[holding.owner, holding.name]
-            if holding.owner in self._prefetched:
-                self._unfetch(holding)
-
-    def _unfetch(self, holding: Holding) -> None:
-        """It is no longer waiting to be leased."""
-        left = [other for other in self._prefetched[holding.owner] if other is not holding]
-        if left:
-            self._prefetched[holding.owner] = left
-        else:
-            del self._prefetched[holding.owner]
 
     def _book(self, spec: Spec) -> Book:
         """Raises what makes waiting for such a spec pointless."""
@@ -370,17 +340,6 @@ class Resources:
             book = Book(spec.key, spec, holds=holds, is_shared=spec.reuse is Reuse.SHARED)
             self._admission.books[spec.key] = book
         return book
-
-    def _draws(self, wanted: Sequence[tuple[Spec, str]]) -> list[tuple[DrawPot, float]]:
-        total: dict[DrawPot, float] = {}
-        for spec, _ in wanted:
-            if spec.draw is not None:
-                for pot, amount in self._pots.draws_of(spec.draw):
-                    total[pot] = total.get(pot, 0.0) + amount
-        for pot, amount in total.items():
-            if amount > pot.capacity:
-                raise ConfigError(f"{pot.name}: expected draws of at most {pot.capacity:g} together, got {amount:g}")
-        return list(total.items())
 
     def _let_in(self, request: Request) -> None:
         now = self._clock()
@@ -394,22 +353,14 @@ class Resources:
             for holding in request.holdings:
                 if holding.count == 0:
                     self._instances.give_back(holding.slot, now)
-        if self._prefetched and request.holdings:
+        if self._places.is_any_fetched and request.holdings:
             owner = request.holdings[0].owner
-            if owner in self._prefetched and self._is_waiting(owner):
+            if self._places.fetched(owner) and self._places.is_waiting(owner):
                 self._give_up_fetched(owner)
-
-    def _is_waiting(self, owner: str) -> bool:
-        """For a lease, that is, and not only for what it fetches ahead."""
-        fetched = self._prefetched.get(owner, ())
-        return any(
-            holding.request.state is TicketState.WAITING and holding not in fetched
-            for holding in self._holdings.get(owner, ())
-        )
 
     def _give_up_fetched(self, owner: str) -> None:
         """What an owner has and does not use must not be what somebody waits for who has what the owner waits for."""
-        for holding in tuple(self._prefetched.get(owner, ())):
+        for holding in self._places.fetched(owner):
             if holding.request.state is TicketState.LET_IN:
                 self._leave(holding)
 
@@ -433,44 +384,26 @@ class Resources:
             )
         self._loop = loop
         self._turns.close()  # its timers were of the other loop
-        self._sweep_timer, self._sweep_at = None, float("inf")
+        self._sweep.close()
         self._reaping = self._instances.spawn(self._reap(), "reap")
 
     async def _reap(self) -> None:
         """End what processes that are gone have left."""
         try:
             await reap(self._folder, backends=self._backends)
-        except OSError as error:
+        except (OSError, WingbeatError) as error:
             logger.warning("what dead processes left was not looked for in %s: %s", self._folder, error)
 
     def _on_idle(self, at: float) -> None:
-        """Something unused is to be closed at ``at``, unless it is used before."""
-        if at < self._sweep_at and not self._closed:
-            if self._sweep_timer is not None:
-                self._sweep_timer.cancel()
-            self._sweep_at = at
-            delay_s = max(0.0, at - self._clock()) + 1e-3  # a moment later, so that it is certainly due
-            self._sweep_timer = asyncio.get_running_loop().call_later(delay_s, self._sweep)
-
-    def _sweep(self) -> None:
-        """Close what nobody has used for too long."""
-        self._sweep_timer, self._sweep_at = None, float("inf")
-        now = self._clock()
-        for slot in list(self._admission.idle):
-            ttl_s = slot.book.spec.idle_ttl_s
-            if ttl_s is not None:
-                if slot.idle_since + ttl_s <= now:
-                    self._admission.evict(slot)
-                else:
-                    self._on_idle(slot.idle_since + ttl_s)
-        self._turns.look(())
+        if not self._closed:
+            self._sweep.expect(at)
 
     # --- figures
 
     @property
     def num_leases(self) -> int:
         """Leases now held."""
-        return sum(len(holding.leases) for held in self._holdings.values() for holding in held)
+        return sum(len(holding.leases) for holding in self._places.all())
 
     @property
     def num_idle(self) -> int:
@@ -493,8 +426,7 @@ class Resources:
 
     def budgets(self) -> list[BudgetStats]:
         """How much of each budget is in use now."""
-        now = self._clock()
-        return [_budget_stats(pot, now) for pot in self._pots.all]
+        return self._pots.snapshot(self._clock())
 
 
 def of_process(processes: int, *, urls: Sequence[str] = (), key: str | None = None) -> ResourcePool:
@@ -508,20 +440,3 @@ def of_process(processes: int, *, urls: Sequence[str] = (), key: str | None = No
     from wingbeat.resources.remote import RemoteResources  # with all that speaks HTTP
 
     return RemoteResources(urls, key, local=local)
-
-
-def _check_together(counts: Sequence[tuple[Book, int]]) -> None:
-    """Raises ConfigError where several fit alone but never together."""
-    total: dict[AmountPot, int] = {}
-    for book, count in counts:
-        for pot, amount in book.holds:
-            total[pot] = total.get(pot, 0) + amount * (1 if book.is_shared else count)
-            check_fits(book.spec, pot, total[pot])
-
-
-def _budget_stats(pot: AmountPot | RatePot | CostPot, now: float) -> BudgetStats:
-    waiting = sum(ticket.state is TicketState.WAITING for ticket in pot.line)
-    if isinstance(pot, AmountPot):
-        return BudgetStats(pot.name, pot.capacity * pot.unit, (pot.capacity - pot.free) * pot.unit, waiting)
-    used = pot.spent if isinstance(pot, CostPot) else pot.capacity - pot.level(now)
-    return BudgetStats(pot.name, pot.capacity, used, waiting)

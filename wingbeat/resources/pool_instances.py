@@ -173,12 +173,12 @@ class Instances:
     async def _recheck(self, slot: Slot, tenant: Tenant, rest: Coroutine[Any, Any, None]) -> None:
         try:
             await guarded(rest, timeout_s=tenant.spec.reset_timeout_s, doing=f"the check of a {tenant.spec.title}")
-        except ResourceFailed as fault:
+        except WingbeatError as fault:
             await self._replace(slot, tenant, fault)
             return
         self._is_ready(slot, tenant)
 
-    async def _replace(self, slot: Slot, tenant: Tenant, fault: ResourceFailed) -> None:
+    async def _replace(self, slot: Slot, tenant: Tenant, fault: WingbeatError) -> None:
         """Another one for those who were to have this one."""
         self._quarantine(slot, tenant, fault)
         await self._end_instance(slot, tenant)
@@ -196,6 +196,7 @@ class Instances:
         successor.work, tenant.work = tenant.work, None
         for request in successor.requests:
             request.slots = [fresh if held is slot else held for held in request.slots]
+        self.turns.look(fresh.book.pots)  # who came while a shared one was missing joins this one
         await self._bring_up(fresh)
 
     async def _bring_up(self, slot: Slot) -> None:
@@ -235,14 +236,7 @@ class Instances:
 
     async def _failed(self, slot: Slot, tenant: Tenant, fault: WingbeatError | None) -> None:
         """A start failed or was cancelled: the back-end has cleaned up; what it may have left is ended here."""
-        for handle in tenant.handles:
-            try:
-                reaping = tenant.backend.reap(handle)
-                await guarded(reaping, timeout_s=tenant.spec.close_timeout_s, doing=f"ending {handle!r}")
-                self._ledger.ended(tenant.spec.kind, handle)
-            except WingbeatError as error:
-                tenant.meter.num_leaked += 1
-                logger.warning("a %s that did not start may be left: %s", tenant.spec.title, error)
+        tenant.meter.num_leaked += await self._reap(tenant)
         tenant.work = None
         self.turns.admission.detach(slot)
         slot.move(ResourceState.CLOSED)
@@ -250,13 +244,26 @@ class Instances:
         self._tell(tenant, fault or ResourceFailed(f"the start of a {tenant.spec.title} resource was cancelled"))
         self.turns.gone(slot)
 
+    async def _reap(self, tenant: Tenant) -> int:
+        """End by name what could not be ended otherwise; how much of it may be left."""
+        num_left = 0
+        for handle in tenant.handles:
+            try:
+                reaping = tenant.backend.reap(handle)
+                await guarded(reaping, timeout_s=tenant.spec.close_timeout_s, doing=f"ending {handle!r}")
+                self._ledger.ended(tenant.spec.kind, handle)
+            except WingbeatError as error:
+                num_left += 1
+                logger.warning("a %s may be left: %s", tenant.spec.title, error.message)
+        return num_left
+
     def _is_ready(self, slot: Slot, tenant: Tenant) -> None:
         """``work`` is done, and well."""
         tenant.work = None
         if slot.num_users == 0:  # nobody waited for it
             if slot.state is ResourceState.LEASED:
                 slot.move(ResourceState.READY)
-            self._put_away(slot, tenant, self.turns.clock())
+            self._put_away(slot, tenant, self.turns.clock(), is_checked=True)
         elif slot.state is ResourceState.READY:
             slot.move(ResourceState.LEASED)
         self._tell(tenant, None)
@@ -306,7 +313,7 @@ class Instances:
             return self._begin_close(slot, tenant)
         if not tenant.was_used or spec.reuse is Reuse.SHARED:
             slot.move(ResourceState.READY)
-            self._put_away(slot, tenant, now)
+            self._put_away(slot, tenant, now, is_checked=False)
             return None
         slot.move(ResourceState.RESETTING)
         tenant.meter.num_resets += 1
@@ -354,14 +361,14 @@ class Instances:
         tenant.meter.reset.add(now - began_at)
         slot.move(ResourceState.READY)
         tenant.was_used = False
-        self._put_away(slot, tenant, now)
+        self._put_away(slot, tenant, now, is_checked=True)
 
-    def _put_away(self, slot: Slot, tenant: Tenant, now: float) -> None:
+    def _put_away(self, slot: Slot, tenant: Tenant, now: float, *, is_checked: bool) -> None:
         """Ready for the next one, who may be waiting."""
         if self.is_closed or tenant.is_retired or slot.is_going:
             self._begin_close(slot, tenant)
             return
-        tenant.is_checked = True
+        tenant.is_checked = is_checked
         self.turns.rest(slot, now)
         tenant.is_checked = False
         ttl_s = tenant.spec.idle_ttl_s
@@ -398,8 +405,8 @@ class Instances:
             for handle in tenant.handles:
                 self._ledger.ended(tenant.spec.kind, handle)
         except WingbeatError as fault:
-            meter.num_leaked += 1
-            logger.warning("a resource may be left: %s", fault.message)
+            logger.warning("a resource is ended by its name: %s", fault.message)
+            meter.num_leaked += await self._reap(tenant) if tenant.handles else 1
         if isinstance(instance, Priced):
             meter.priced.pop(instance, None)
             meter.ended_cost += instance.cost

@@ -14,14 +14,17 @@ import contextlib
 import logging
 import os
 import socket
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from wingbeat.core.errors import ConfigError, WingbeatError
+from pydantic import ValidationError
+
+from wingbeat.core.errors import ConfigError, RequestError, WingbeatError
 from wingbeat.core.lending_protocol import (
     SILENT_HEARTBEATS,
     Heartbeat,
@@ -34,6 +37,7 @@ from wingbeat.core.lending_protocol import (
     ReleaseOrder,
     SpecItem,
 )
+from wingbeat.core.protocol import Wire
 from wingbeat.resources.pool import WAIT_S, Resources
 from wingbeat.resources.remote_http import Connection, Unreachable
 from wingbeat.resources.remote_values import Line, remote_value
@@ -42,12 +46,18 @@ from wingbeat.resources.stats import ClassStats
 
 logger = logging.getLogger("wingbeat.resources")
 
+W = TypeVar("W", bound=Wire)
+
 RETRY_S = 10.0
 """How long a server may be away: what it held is lost with it anyway."""
 LATE_S = 60.0
 """Beyond ``wait_s``, what a server may take to say that it is over."""
+AWAY_S = 30.0
+"""For so long, owners that come anew get another server than one that did not answer."""
 LEAVE_S = 30.0
 """For giving back: it cleans first."""
+LEAVE_RETRY_S = 2.0
+"""A server that is away then has lost what is given back, or will miss its client."""
 
 
 class RemoteLease:
@@ -109,6 +119,12 @@ class RemotePool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._heart: asyncio.Task[None] | None = None
         self._heartbeat_s = 5.0
+        self._away_until = 0.0
+
+    @property
+    def is_away(self) -> bool:
+        """It did not answer of late, so that whoever can should go elsewhere."""
+        return time.monotonic() < self._away_until
 
     @property
     def num_leases(self) -> int:
@@ -153,7 +169,8 @@ class RemotePool:
 
     async def _acquire(self, holding: _Holding, items: tuple[SpecItem, ...], wait_s: float) -> None:
         """Wait for it.  Raises what the server's pool raises."""
-        order = LeaseOrder(
+        order = _checked(
+            LeaseOrder,
             client_id=self.client_id,
             idempotency_key=holding.id,
             owner=holding.owner,
@@ -163,7 +180,12 @@ class RemotePool:
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_s + LATE_S
         while True:
-            answer = await self._http.read(LeaseAnswer, "POST", "/leases", order)
+            try:
+                answer = await self._http.read(LeaseAnswer, "POST", "/leases", order)
+            except Unreachable:
+                self._away_until = time.monotonic() + AWAY_S
+                raise
+            self._away_until = 0.0
             self._heartbeat_s = answer.heartbeat_s
             if holding.lost.done():
                 raise holding.lost.result()
@@ -188,7 +210,8 @@ class RemotePool:
             return
         query = {"lost": "true"} if is_lost else None
         try:
-            await self._http.send("DELETE", f"/leases/{holding.id}", query=query, timeout_s=LEAVE_S)
+            path = f"/leases/{holding.id}"
+            await self._http.send("DELETE", path, query=query, budget_s=LEAVE_RETRY_S, timeout_s=LEAVE_S)
         except WingbeatError as error:
             logger.info("a lease was not given back, and ends by itself: %s", error.message)
 
@@ -198,7 +221,7 @@ class RemotePool:
             raise ValueError("owner: expected a name, since what is fetched ahead is somebody's; got an empty one")
         items = _items(specs if isinstance(specs, Mapping) else {"": specs})
         if items:
-            order = PrefetchOrder(client_id=self.client_id, owner=owner, specs=items)
+            order = _checked(PrefetchOrder, client_id=self.client_id, owner=owner, specs=items)
             self._fetching.setdefault(owner, []).append(self._spawn(self._fetch(order)))
             self._beat()
 
@@ -225,9 +248,9 @@ class RemotePool:
         return sum(len(holding.leases) for holding in mine)
 
     async def _release(self, owner: str) -> None:
-        order = ReleaseOrder(client_id=self.client_id, owner=owner)
+        order = _checked(ReleaseOrder, client_id=self.client_id, owner=owner)
         try:
-            await self._http.read(Released, "POST", "/release", order, timeout_s=LEAVE_S)
+            await self._http.read(Released, "POST", "/release", order, budget_s=LEAVE_RETRY_S, timeout_s=LEAVE_S)
         except WingbeatError as error:
             logger.info("the resources of %r were not released, and end by themselves: %s", owner, error.message)
 
@@ -380,11 +403,11 @@ class RemoteResources:
         return self.local.snapshot()
 
     def _pool_of(self, owner: str) -> RemotePool:
-        """An owner's server; for a new one, that at which this client holds least."""
+        """An owner's server; for a new one, that at which this client holds least, of those that answer."""
         pool = self._owners.get(owner) if owner else None
         if pool is None:
             counts = Counter(self._owners.values())
-            pool = min(self.pools, key=lambda pool: (counts[pool], pool.num_leases))
+            pool = min(self.pools, key=lambda pool: (pool.is_away, counts[pool], pool.num_leases))
             if owner:
                 self._owners[owner] = pool
         return pool
@@ -396,6 +419,16 @@ def _items(specs: Mapping[str, Spec]) -> tuple[SpecItem, ...]:
         if isinstance(spec, LocalSpec):
             raise ConfigError("kind: local objects cannot leave their process; lease them from a pool of its own")
     return tuple(SpecItem(name=name, spec=spec.model_dump(mode="json")) for name, spec in specs.items())
+
+
+def _checked(model: type[W], **fields: Any) -> W:
+    """Raises RequestError for what no server takes: too many specs at once, a name that is too long."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise RequestError(f"`{where}`: {fault['msg']}", param=where) from None
 
 
 async def _quietly(work: Coroutine[Any, Any, Any]) -> Any:

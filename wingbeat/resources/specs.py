@@ -3,6 +3,9 @@
 A spec is plain data (but for :class:`LocalSpec`, which names functions of this process), checked alone when it
 is made and by its back-end before anything waits for it.  Its ``key`` is of *all* its fields: two specs that
 differ in one environment variable never share an instance.
+
+Here is what all kinds have in common, and those of this machine; the others are in
+:mod:`wingbeat.resources.specs_remote`.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, Self
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from wingbeat.core.errors import ConfigError, UnavailableError
 
@@ -227,10 +229,13 @@ class BoxSpec(Spec, frozen=True):
     network: bool = False
     cpus: Positive | None = None
     memory_mb: Count | None = None
+    """All that its processes hold together."""
+    process_memory_mb: Count | None = None
+    """Addresses of one process: less than a limit of its memory, and there where nothing can limit that."""
     pids: Count | None = None
     """Processes and threads at once."""
     disk_mb: Count | None = None
-    """All that it writes."""
+    """What its folders hold: ``workdir``, and as much again in the ``/tmp`` of a sandbox; containers divide it."""
     file_mb: Count | None = None
     """One file."""
     command_timeout_s: Positive = 60.0
@@ -243,9 +248,22 @@ class BoxSpec(Spec, frozen=True):
     def _limits_agree(self) -> Self:
         if self.file_mb is not None and self.disk_mb is not None and self.file_mb > self.disk_mb:
             raise ValueError(f"file_mb: expected at most disk_mb ({self.disk_mb}), got {self.file_mb}")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> Self:
+        """A fault of these would fail each start of such a box, as if the machine were at fault."""
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env: expected names without =, and no zero bytes, got {name!r}")
         for path in self.files:
-            if path.startswith("/") or not path or ".." in path.split("/"):
-                raise ValueError(f"files: expected paths inside workdir, got {path!r}")
+            parts = path.split("/")
+            if "\0" in path or any(part in ("", ".", "..") for part in parts):
+                raise ValueError(f"files: expected paths inside workdir, such as src/main.py, got {path!r}")
+            for count in range(1, len(parts)):
+                folder = "/".join(parts[:count])
+                if folder in self.files:
+                    raise ValueError(f"files: {folder!r} cannot be a file and the folder of {path!r}")
         return self
 
     @property
@@ -264,171 +282,3 @@ class SandboxSpec(BoxSpec, frozen=True):
     """A bubblewrap sandbox: its own processes, a read-only root, no network."""
 
     kind: Literal["sandbox"] = "sandbox"
-
-
-class Pull(StrEnum):
-    """Where a container's image comes from."""
-
-    MISSING = "missing"
-    """From its registry, if the host does not have it."""
-    NEVER = "never"
-    """The host has it, else the start fails."""
-
-
-UserId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}(:[1-9][0-9]{0,9})?$")]
-"""``UID`` or ``UID:GID`` in numbers, never root."""
-
-
-class DockerSpec(BoxSpec, frozen=True):
-    """A container of a Docker daemon."""
-
-    kind: Literal["docker"] = "docker"
-    image: Annotated[str, Field(min_length=1)]
-    pull: Pull = Pull.MISSING
-    host: str = ""
-    """The daemon's address; "": that of the environment (``DOCKER_HOST``)."""
-    user: UserId = "65534:65534"
-
-
-class KubernetesSpec(BoxSpec, frozen=True):
-    """A pod of a Kubernetes cluster."""
-
-    kind: Literal["kubernetes"] = "kubernetes"
-    image: Annotated[str, Field(min_length=1)]
-    namespace: Annotated[str, Field(min_length=1)] = "default"
-    pull: Pull = Pull.MISSING
-    context: str = ""
-    """Of the kubeconfig; "": its current one, or that of the pod this runs in."""
-    user: UserId = "65534:65534"
-    network_policies: bool = False
-    """Says that the cluster's network plugin enforces NetworkPolicy objects, which the API does not tell:
-    ``network=False`` is refused without."""
-    service_account: str = ""
-    """Of the pod, without a token in it; "": the namespace's default one."""
-    node_selector: Texts = {}
-
-
-class RaySpec(Spec, frozen=True):
-    """A box inside an actor on some node of a Ray cluster."""
-
-    kind: Literal["ray"] = "ray"
-    box: Annotated[SubprocessSpec | SandboxSpec, Field(discriminator="kind")]
-    address: str = ""
-    """The cluster's; "": the one this process is connected to."""
-
-    @property
-    def holds(self) -> Needs:
-        """Nothing of this machine, unless said otherwise: the cluster has its own books."""
-        return self.needs or Needs()
-
-
-class EndpointSpec(Spec, frozen=True):
-    """HTTP endpoints that do the same: a judge, a simulator, an opponent, a search service."""
-
-    kind: Literal["endpoint"] = "endpoint"
-    reuse: Reuse = Reuse.SHARED
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Each with what all paths begin with, such as ``https://host/v1``; a request goes to the one with the fewest
-    in flight."""
-    model: str = ""
-    """What ``chat`` asks for where its caller does not say."""
-    api_key_env: str = ""
-    """The environment variable that holds the key: keys are no part of a spec."""
-    requests_per_minute: Positive | None = None
-    tokens_per_minute: Positive | None = None
-    """Of all leases of this spec; of the tokens that replies say they used."""
-    max_concurrent: Count | None = None
-    """Requests in flight at once, at each URL."""
-    request_timeout_s: Positive = 60.0
-    """Of one try."""
-    queue_s: Positive = 300.0
-    """How long a request may wait for its turn: rates, budgets, ``max_concurrent``."""
-    retry_budget_s: Share = 60.0
-    """After a failure of infrastructure another try may begin within so many seconds; 0: one try."""
-    breaker_failures: Count = 5
-    """Failures in a row after which a URL is left alone."""
-    breaker_s: Positive = 30.0
-    prompt_price: Share = 0.0
-    """Of a thousand tokens."""
-    completion_price: Share = 0.0
-    budget: str = ""
-    """The pool's named budget that its requests, tokens and costs are taken from."""
-
-    @model_validator(mode="after")
-    def _urls_are_addresses(self) -> Self:
-        for url in self.urls:
-            _check_url(url, "urls")
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls: expected each address once")
-        return self
-
-
-class ModelSpec(Spec, frozen=True):
-    """A policy of a Wingbeat server, used as a resource (a judge, a simulator, an opponent): nothing of it trains."""
-
-    kind: Literal["model"] = "model"
-    url: Annotated[str, Field(min_length=1)]
-    """The server's, without ``/v1``."""
-    policy: Annotated[str, Field(min_length=1, max_length=200)]
-    version: Annotated[int, Field(ge=0)] | None = None
-    """One that the server holds (an evaluation pins it); None: follows the live weights."""
-    key_env: str = ""
-    """The environment variable that holds a client key or an admin key."""
-    max_concurrent: Count | None = None
-    request_timeout_s: Positive = 600.0
-    queue_s: Positive = 300.0
-    retry_budget_s: Share = 120.0
-    """Long enough for a restart of the server."""
-    budget: str = ""
-    """The pool's named budget that its requests and tokens are taken from."""
-
-    @model_validator(mode="after")
-    def _url_is_an_address(self) -> Self:
-        _check_url(self.url, "url")
-        if "@" in self.policy or ":" in self.policy:
-            raise ValueError(f"policy: expected a policy's name (its version is a field), got {self.policy!r}")
-        return self
-
-
-def _check_url(url: str, field: str) -> None:
-    """Only what names a server and a path: a key has no place in a spec, which is logged."""
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        raise ValueError(f"{field}: expected an address like https://host/v1") from None
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(f"{field}: expected no key or password in an address; api_key_env names where a key is")
-    if not is_address or parts.query or parts.fragment or any(c.isspace() for c in url):
-        raise ValueError(f"{field}: expected an address like https://host/v1, got {url!r}")
-
-
-WireSpec = Annotated[
-    SubprocessSpec | SandboxSpec | DockerSpec | KubernetesSpec | RaySpec | EndpointSpec | ModelSpec,
-    Field(discriminator="kind"),
-]
-"""Every kind that may cross a process or a file."""
-
-WIRE_KINDS: tuple[str, ...] = ("docker", "endpoint", "kubernetes", "model", "ray", "sandbox", "subprocess")
-
-_WIRE: TypeAdapter[Spec] = TypeAdapter(WireSpec)
-
-
-def parse_spec(data: Mapping[str, Any]) -> Spec:
-    """A spec from plain data.  Raises ConfigError for an unknown kind or a field that does not validate."""
-    kind = data.get("kind")
-    if kind not in WIRE_KINDS:
-        hint = " (local objects cannot leave their process)" if kind == "local" else ""
-        raise ConfigError(f"kind: expected one of {', '.join(WIRE_KINDS)}, got {kind!r}{hint}", param="kind")
-    try:
-        return _WIRE.validate_python(dict(data))
-    except ValidationError as error:
-        raise ConfigError(_words_of(error, str(kind))) from None
-
-
-def _words_of(error: ValidationError, kind: str) -> str:
-    faults = []
-    for fault in error.errors(include_url=False):
-        place = ".".join(str(part) for part in fault["loc"] if part != kind)
-        faults.append(f"{place or kind}: {fault['msg'].removeprefix('Value error, ')}")
-    return f"resource kind {kind!r}: " + "; ".join(faults)

@@ -45,8 +45,8 @@ class Area:
         self._ended_s += now - since
 
     def seconds(self, now: float) -> float:
-        """Until now."""
-        return self._ended_s + self.count * now - self._sum_of_begins
+        """Until now; never less than nothing, which the rounding of large sums could say."""
+        return max(0.0, self._ended_s + self.count * now - self._sum_of_begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class ClassStats:
     reset: Timing
     """With the health check after it."""
     hold: Timing
-    """Of instances by their users."""
+    """From one's turn until it was given back, the start of a new one included."""
     live_s: float
     """Instance seconds."""
     busy_s: float
-    """Instance seconds in use."""
+    """Instance seconds that were somebody's, those of a start that somebody waited for included."""
     cost: float
     """Of what has a price."""
 

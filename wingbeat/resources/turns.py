@@ -13,7 +13,7 @@ from typing import Any
 from wingbeat.core.errors import WingbeatError
 from wingbeat.core.ports import Clock
 from wingbeat.resources.admission import Admission, Book, Slot, Ticket
-from wingbeat.resources.pots import CostPot, DrawPot, RatePot, TicketState
+from wingbeat.resources.pots import CostPot, DrawPot, Pot, RatePot, TicketState
 from wingbeat.resources.specs import ResourceFailed, ResourceWait
 
 Waits = dict["asyncio.Future[None]", tuple[float, "Request"]]
@@ -73,9 +73,7 @@ class Turns:
         """Raises ResourceFailed where money is spent: no waiting brings it back."""
         for pot, amount in request.draws:
             if isinstance(pot, CostPot) and not pot.has(amount, 0.0):
-                raise ResourceFailed(
-                    f"{pot.name}: {pot.spent:g} of {pot.capacity:g} are spent, so {amount:g} more cannot be had"
-                )
+                raise _spent(pot, amount)
         let_in = self.admission.ask(request, self.clock())
         if let_in or self.admission.evicted or self.admission.rate_pots:
             self._deliver(let_in)
@@ -93,7 +91,7 @@ class Turns:
     def gone(self, slot: Slot) -> None:
         self._deliver(self.admission.gone(slot, self.clock()))
 
-    def look(self, pots: Sequence[DrawPot]) -> None:
+    def look(self, pots: Sequence[Pot]) -> None:
         self._deliver(self.admission.look(pots, self.clock()))
 
     def _deliver(self, let_in: Sequence[Ticket]) -> None:
@@ -114,8 +112,25 @@ class Turns:
                     self._tell_evicted()
         finally:
             self._is_telling = False
+        if self.admission.cost_pots:
+            self._refuse_spent()
         if self.admission.rate_pots:
             self._arm()
+
+    def _refuse_spent(self) -> None:
+        """Whoever is first in line for money that was spent meanwhile waits no longer, nor do those behind."""
+        refused, let_in = list[Request](), list[Ticket]()
+        for pot in self.admission.cost_pots:
+            first: Any = pot.first
+            while first is not None and not pot.has(amount := dict(first.draws)[pot], 0.0):
+                first.fault = _spent(pot, amount)
+                refused.append(first)
+                let_in += self.admission.withdraw(first, self.clock())
+                first = pot.first
+        for request in refused:
+            request.wake()
+        if let_in:
+            self._deliver(let_in)
 
     def _tell_evicted(self) -> None:
         evicted, self.admission.evicted = self.admission.evicted, []
@@ -158,6 +173,8 @@ class Turns:
         self.ask(request)
         try:
             while request.state is not TicketState.LET_IN:
+                if request.fault is not None:
+                    raise request.fault
                 await self.change_of(request, wait_s)
         except BaseException:
             if request.state is TicketState.LET_IN:
@@ -225,6 +242,10 @@ class _Deadlines:
     def close(self) -> None:
         self._waits.clear()
         self._arm(math.inf)
+
+
+def _spent(pot: CostPot, amount: float) -> ResourceFailed:
+    return ResourceFailed(f"{pot.name}: {pot.spent:g} of {pot.capacity:g} are spent, so {amount:g} more cannot be had")
 
 
 def _title(request: Request) -> str:

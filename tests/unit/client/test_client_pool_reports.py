@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from wingbeat.client.plans import RolloutPlan, dump_plan, load_plan, resource_urls
 from wingbeat.client.pool_reports import PoolReports, classes_of
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Transport
+from wingbeat.core.errors import SetupError
 from wingbeat.resources import LocalSpec, Resources, Reuse
 
 
@@ -92,3 +95,27 @@ async def test_many_labels_are_told_as_one_whose_counts_never_fall() -> None:
             assert set(classes.values()) <= {1, 37}
         assert starts == [50, 100]
         assert classes["other", "other"] == 37
+
+
+async def test_the_resources_servers_of_a_plan_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[dict[str, Any]] = []
+
+    async def servers(request: web.Request) -> web.Response:
+        return web.json_response({"servers": known})
+
+    app = web.Application()
+    app.router.add_get("/api/resources/servers", servers)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr("wingbeat.client.plans.ASK_TIMES", 1)
+    monkeypatch.setattr("wingbeat.client.plans.ASK_EVERY_S", 0.0)
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    plan = RolloutPlan("agent.py", url=url, resource_urls=("http://a:1", "auto"))
+    try:
+        with pytest.raises(SetupError, match="no resources server reports"):
+            await resource_urls(plan)
+        known += [{"url": "http://b:2", "kinds": ["sandbox"]}, {"url": "http://a:1"}]
+        assert await resource_urls(load_plan(dump_plan(plan))) == ["http://a:1", "http://b:2"]
+    finally:
+        await runner.cleanup()

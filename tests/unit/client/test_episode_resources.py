@@ -12,11 +12,11 @@ import pytest
 from wingbeat.client.agents import agent
 from wingbeat.client.episode import Episode, EpisodeState
 from wingbeat.client.retry import RetryPolicy
-from wingbeat.client.sync import LoopPort, SyncEpisode
+from wingbeat.client.sync import LoopPort, Swarm, SyncEpisode
 from wingbeat.core.errors import ConfigError, EpisodeClosed, RequestError, UnavailableError
 from wingbeat.core.protocol import BeginReply, FinishReply, GroupModel, TaskModel
 from wingbeat.core.types import Split
-from wingbeat.resources import LocalSpec, Needs, Resources
+from wingbeat.resources import Budgets, LocalSpec, Needs, Resources, Reuse
 
 
 class Answers:
@@ -213,3 +213,17 @@ async def test_synchronous_agents_fetch_ahead_and_lease_several() -> None:
         assert await solve.run(episode) == 1.0
         await episode.abort("done")
         assert pool.num_leases == 0
+
+
+def test_the_pool_of_a_synchronous_swarm_ends_with_it() -> None:
+    """It lives on the swarm's background loop, so that nobody else could close it."""
+    closed: list[str] = []
+    pool = Resources(Budgets())
+    spec = LocalSpec(factory=object, reset=id, close=lambda _: closed.append("idle"), reuse=Reuse.AFTER_RESET)
+    swarm = Swarm("http://127.0.0.1:9", resources=pool)
+    with swarm._port.entered(pool.lease(spec)):  # pyright: ignore[reportPrivateUsage]
+        pass
+    assert pool.num_idle == 1
+    swarm.close()
+    swarm.close()
+    assert closed == ["idle"]

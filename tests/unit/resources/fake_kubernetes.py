@@ -60,6 +60,9 @@ class FakeKubernetes:
     evicted: set[str] = field(default_factory=set[str])
     hold_start: bool = False
     """Pods stay pending."""
+    watch_s: float = 3600.0
+    """After so long a watch is ended, as load balancers do."""
+    num_watches: int = 0
     used: list[str] = field(default_factory=list[str])
     """The subprotocol of each exec."""
 
@@ -85,6 +88,10 @@ class FakeKubernetes:
     def out_of_memory(self, name: str) -> None:
         """The kernel ends the container; the kubelet starts it again."""
         self._call(self._restart(name, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}))
+
+    def release(self, name: str) -> None:
+        """A pod that is held runs at last."""
+        self._call(self._run(self.pods[name]))
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
@@ -126,10 +133,14 @@ class FakeKubernetes:
         elif spec["image"] not in self.images:
             pod.state = {"waiting": {"reason": "ErrImagePull", "message": f"{spec['image']}: not found"}}
         else:
-            await asyncio.to_thread(container.start)
-            pod.phase, pod.state = "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+            await self._run(pod)
         await self._tell()
         return web.json_response(pod.json(), status=201)
+
+    async def _run(self, pod: Pod) -> None:
+        await asyncio.to_thread(pod.container.start)
+        pod.phase, pod.state = "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+        await self._tell()
 
     async def _restart(self, name: str, ended: dict[str, Any]) -> None:
         pod = self.pods[name]
@@ -161,7 +172,8 @@ class FakeKubernetes:
         await response.prepare(request)
         told: str = ""
         try:
-            async with asyncio.timeout(float(request.query["timeoutSeconds"])):
+            self.num_watches += 1
+            async with asyncio.timeout(min(self.watch_s, float(request.query["timeoutSeconds"]))):
                 while True:
                     pod = self.pods.get(wanted)
                     now = json.dumps(pod.json()) if pod else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import conformance
 import pytest
+from holding import held
 
 from wingbeat.resources import Instance, Mount, Reuse, SandboxSpec, Spec, SubprocessSpec
 from wingbeat.resources.backends.limits_cgroups import PREFIX, find_homes
@@ -90,7 +91,7 @@ MOUNT = Mount(source="/tmp", target="/data", read_only=False)
 CASES = {
     "sandbox": case(
         SandboxBackend,
-        SandboxSpec(reuse=Reuse.AFTER_RESET, files={"a.txt": "a"}, memory_mb=100, pids=50),
+        SandboxSpec(reuse=Reuse.AFTER_RESET, files={"a.txt": "a"}, memory_mb=held(100), pids=50),
         SandboxSpec(reuse=Reuse.AFTER_RESET, mounts=(MOUNT,)),
         "mounts",
     ),

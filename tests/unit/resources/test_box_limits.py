@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from wingbeat.core.errors import ConfigError
+from wingbeat.resources import DockerSpec, SandboxSpec, SubprocessSpec, UnsupportedField
+from wingbeat.resources.backends.container_spec import check_box
 from wingbeat.resources.backends.limits import MIB, Plan, check_place, plan_limits, stopped_by
 from wingbeat.resources.backends.limits_cgroups import (
     Counters,
@@ -19,7 +21,6 @@ from wingbeat.resources.backends.limits_cgroups import (
     sweep,
 )
 from wingbeat.resources.backends.sandbox_process import Handle, boot_id
-from wingbeat.resources.specs import SandboxSpec, SubprocessSpec, UnsupportedField
 
 NONE = Homes(0, reason="nothing is mounted")
 
@@ -143,17 +144,18 @@ def test_only_groups_of_dead_owners_are_swept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {name for name, goes in names.items() if not goes}
 
 
-def test_without_control_groups_a_share_of_processors_is_refused() -> None:
+@pytest.mark.parametrize("field", ["cpus", "memory_mb", "cpu_s"])
+def test_without_control_groups_limits_of_a_whole_box_are_refused(field: str) -> None:
     with pytest.raises(UnsupportedField, match="nothing is mounted") as caught:
-        plan_limits(SandboxSpec(cpus=1), NONE, pids=None, has_own_users=True)
-    assert caught.value.field == "cpus"
+        plan_limits(SandboxSpec.model_validate({field: 1}), NONE, pids=None, has_own_users=True)
+    assert caught.value.field == field
 
 
 def test_without_control_groups_single_processes_are_limited() -> None:
-    spec = SandboxSpec(memory_mb=64, pids=10, file_mb=2, cpu_s=1.2)
+    spec = SandboxSpec(process_memory_mb=64, pids=10, file_mb=2)
     plan = plan_limits(spec, NONE, pids=10, has_own_users=True)
     assert plan.group.controllers == ()
-    assert plan.numbers == (2, 2 * MIB, 64 * MIB, 11)
+    assert plan.numbers == (-1, 2 * MIB, 64 * MIB, 11)
 
 
 def test_without_control_groups_or_users_of_its_own_a_number_of_processes_is_refused() -> None:
@@ -162,12 +164,18 @@ def test_without_control_groups_or_users_of_its_own_a_number_of_processes_is_ref
     assert caught.value.field == "pids"
 
 
+def test_a_container_bounds_its_memory_as_a_whole_only() -> None:
+    with pytest.raises(UnsupportedField, match="memory_mb holds for all") as caught:
+        check_box(DockerSpec(image="x", process_memory_mb=64))
+    assert caught.value.field == "process_memory_mb"
+
+
 def test_control_groups_are_used_where_they_are(tmp_path: Path) -> None:
     homes = Homes(2, dict.fromkeys(("memory", "pids", "cpu", "cpuacct"), tmp_path))
-    spec = SandboxSpec(memory_mb=64, pids=10, cpus=0.5, cpu_s=2)
+    spec = SandboxSpec(memory_mb=64, process_memory_mb=32, pids=10, cpus=0.5, cpu_s=2)
     plan = plan_limits(spec, homes, pids=10, has_own_users=True)
     assert plan.group == GroupLimits(memory_bytes=64 * MIB, pids=10, cpus=0.5, counts_cpu=True, holds_together=True)
-    assert plan.numbers == (2, -1, -1, -1)
+    assert plan.numbers == (2, -1, 32 * MIB, -1)
 
 
 @pytest.mark.parametrize(

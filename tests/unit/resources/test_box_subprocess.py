@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from holding import HOLDS_ALL
 
-from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, Homes, find_homes, owner_mark, start_time
+from wingbeat.resources.backends.limits_cgroups import Homes, owner_mark, start_time
 from wingbeat.resources.backends.sandbox_box import BoxInstance
 from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Handle
 from wingbeat.resources.backends.subprocess import SubprocessBackend
@@ -76,7 +77,7 @@ async def test_limits_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(set(find_homes().folders) != set(CONTROLLERS), reason="control groups cannot be made here")
+@pytest.mark.skipif(not HOLDS_ALL, reason="control groups cannot be made here")
 async def test_control_groups_hold_where_they_can_be_made() -> None:
     async with folder_box(SPEC.model_copy(update={"memory_mb": 60, "pids": 20, "cpu_s": 0.3, "cpus": 1})) as instance:
         box = instance.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from fake_backend import FakeBackend, fake
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources import Budgets, Draw, Meters, RateLimiter, ResourceFailed, Resources, ResourceWait, of_process
+from wingbeat.resources import budgets as budgets_module
 from wingbeat.resources.budgets import memory_mb, num_cpus
+from wingbeat.resources.stats import Area
 
 
 class Metered(FakeBackend):
@@ -31,6 +34,39 @@ def test_of_this_machine() -> None:
     assert whole.memory_mb == memory_mb()
     assert 100 < memory_mb() < 1 << 30
     assert part.memory_mb == memory_mb() // 4
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, 64.0),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64.0),
+        ({}, 64.0),
+    ],
+    ids=["v2", "v2-unlimited", "v1", "v1-unlimited", "none"],
+)
+def test_a_container_has_its_share_of_the_processors(
+    files: dict[str, str], cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(budgets_module, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert num_cpus() == cpus
+
+
+def test_times_of_nothing_are_never_negative() -> None:
+    area = Area()
+    for _ in range(6):
+        area.begin(0.7)
+    added = 0.0
+    for _ in range(6):
+        added += 0.7
+    assert added > 6 * 0.7, "the rounding that this is about"
+    assert area.seconds(0.7) == 0.0
 
 
 def test_processes_that_share_a_machine_have_its_parts() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import conformance
 import fake_container
@@ -17,8 +19,9 @@ from fake_docker import FakeDocker
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources import DockerSpec, Mount, Needs, ResourceFailed, ResourceLost, Reuse, UnsupportedField
-from wingbeat.resources.backends.container_box import archive_of, within
+from wingbeat.resources.backends.container_box import ChannelBroken, archive_of, within
 from wingbeat.resources.backends.docker import DockerBackend, DockerInstance
+from wingbeat.resources.backends.docker_exec import DockerExec
 
 pytestmark = pytest.mark.skipif(bool(fake_container.WHY_NOT), reason=fake_container.WHY_NOT)
 IMAGE = "python:3.12-slim"
@@ -138,6 +141,48 @@ async def test_a_cancelled_command_is_ended(fake: FakeDocker) -> None:
 
 
 @pytest.mark.slow
+async def test_a_command_that_is_cancelled_while_it_begins_is_ended(fake: FakeDocker) -> None:
+    loop, begins, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    begun: list[str] = []
+
+    def hold(method: str, path: str) -> None:
+        if path.startswith("/exec/") and path.endswith("/start") and not begun:
+            begun.append(path.split("/")[2])
+            loop.call_soon_threadsafe(begins.set)
+            go.wait(10)
+
+    async with started(spec_of(fake)) as instance:
+        fake.on_request = hold
+        running = asyncio.create_task(instance.value.run("sleep 300"))
+        await begins.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        go.set()
+        async with asyncio.timeout(10):
+            while fake.execs[begun[0]].exit_code is None:
+                await instance.value.list()
+
+
+def test_an_output_that_is_cut_within_a_frame_is_no_whole_one() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"\x01\x00\x00\x00\x00\x00\x00\x04good\x01\x00\x00\x00\x00\x00\x00\x0ahalf")
+        theirs.shutdown(socket.SHUT_RDWR)
+        frames = DockerExec(cast(Any, None), "e1", ours, b"").frames()
+        assert next(frames) == (1, b"good")
+        with pytest.raises(ChannelBroken, match="within a frame"):
+            next(frames)
+
+
+async def test_an_address_over_ssh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedField, match="ssh -L"):
+        DockerBackend().check(DockerSpec(image="x", host="ssh://me@there"))
+    monkeypatch.setenv("DOCKER_HOST", "ssh://me@there")
+    with pytest.raises(ConfigError, match="DOCKER_HOST: expected unix:// or tcp://"):
+        await DockerBackend().start(DockerSpec(image="x"), started=lambda handle: None)
+
+
+@pytest.mark.slow
 async def test_files_stay_in_the_folder(fake: FakeDocker) -> None:
     async with started(spec_of(fake)) as instance:
         box = instance.value
@@ -243,8 +288,8 @@ def test_what_docker_cannot_honour_is_refused_by_name(fields: dict[str, Any], na
 
 
 def test_names_of_variables_are_checked_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="A=B"):
-        DockerBackend().check(DockerSpec(image=IMAGE, env={"A=B": "x"}))
+    with pytest.raises(ConfigError, match="A-B"):
+        DockerBackend().check(DockerSpec(image=IMAGE, env={"A-B": "x"}))
 
 
 def test_paths_are_relative_to_the_folder() -> None:

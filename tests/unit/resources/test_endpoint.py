@@ -22,6 +22,7 @@ from wingbeat.core.errors import ConfigError, RequestError
 from wingbeat.resources import Budgets, EndpointSpec, Needs, ResourceFailed, Resources, ResourceWait
 from wingbeat.resources.backends import endpoint_http
 from wingbeat.resources.backends.endpoint import Endpoint, EndpointBackend
+from wingbeat.resources.backends.endpoint_usage import Usage, usage_of
 
 KEY = "sk-very-secret"
 
@@ -187,6 +188,14 @@ async def test_a_refusal_is_waited_for_where_there_is_time_and_else_told_at_once
                 await endpoint.chat("x")
 
 
+async def test_an_address_that_may_be_asked_again_at_once_is_not_asked_without_a_pause() -> None:
+    async with serving() as [judge], leasing(spec_of(judge, retry_budget_s=0.3)) as endpoint:
+        judge.answers = [web.Response(status=429, headers={"Retry-After": "0"}) for _ in range(500)]
+        with pytest.raises(ResourceFailed):
+            await endpoint.chat("x")
+        assert len(judge.requests) < 20
+
+
 async def test_a_refusal_that_time_does_not_change_is_told_at_once() -> None:
     spent = web.json_response({"error": {"code": "insufficient_quota", "message": "pay first"}}, status=429)
     async with serving() as [judge], leasing(spec_of(judge)) as endpoint:
@@ -216,7 +225,10 @@ async def test_what_may_have_been_acted_on_is_not_sent_again() -> None:
             with pytest.raises(ResourceFailed, match="not sent again"):
                 await endpoint.request("POST", "/orders", json={"n": 1})
         assert len(judge.requests) == 2
-        judge.answers = [web.Response(status=503)]
+        judge.answers = [web.Response(status=503)]  # as proxies say whose server broke off, having acted or not
+        with pytest.raises(ResourceFailed, match="not sent again"):
+            await endpoint.request("POST", "/orders", json={})
+        judge.answers = [web.Response(status=503, headers={"Retry-After": "0"})]
         assert (await endpoint.request("POST", "/orders", json={})).ok  # it said that it did not act
         judge.answers = [web.Response(status=500)]
         assert (await endpoint.request("POST", "/orders", json={}, repeatable=True)).ok
@@ -286,7 +298,20 @@ async def test_redirects_are_not_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["chat", "//evil/x", "/../admin", "/a/%2e%2e/b", "/a/..\\b", "/a b", "/a\r\nHost: x", "/a#b", "@evil", ""]
+    "path",
+    [
+        "chat",
+        "//evil/x",
+        "/../admin",
+        "/a/%2e%2e/b",
+        "/a/..\\b",
+        "/a b",
+        "/a\r\nHost: x",
+        "/a#b",
+        "@evil",
+        "",
+        "/a/..;/b",
+    ],
 )
 async def test_a_path_cannot_leave_the_address(path: str) -> None:
     async with serving() as [judge], leasing(spec_of(judge)) as endpoint:
@@ -295,7 +320,17 @@ async def test_a_path_cannot_leave_the_address(path: str) -> None:
         assert judge.requests == []
 
 
-@pytest.mark.parametrize("headers", [{"Authorization": "Bearer mine"}, {"host": "evil"}, {"x": "a\r\nHost: b"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer mine"},
+        {"host": "evil"},
+        {"x": "a\r\nHost: b"},
+        {"Host:x": "b"},
+        {" host": "b"},
+        {"": "b"},
+    ],
+)
 async def test_headers_that_are_not_the_caller_s_are_refused(headers: dict[str, str]) -> None:
     async with leasing(EndpointSpec(urls=("http://127.0.0.1:1/v1",))) as endpoint:
         with pytest.raises(RequestError, match="headers"):
@@ -312,6 +347,13 @@ async def test_a_key_is_in_no_message_even_if_the_server_quotes_it(monkeypatch: 
                 with pytest.raises(kind, match=r"bad key \*\*\*") as caught:
                     await endpoint.chat("x")
                 assert KEY not in str(caught.value)
+            judge.answers = [web.Response(status=401, text=f"{'x' * 292} {KEY}")]  # the quotation ends within it
+            with pytest.raises(ResourceFailed) as caught:
+                await endpoint.chat("x")
+            assert KEY[:5] not in str(caught.value)
+            judge.answers = [web.Response(status=403, text=f"bad key {KEY}")]
+            with pytest.raises(ResourceFailed, match=r"expected JSON, got 'bad key \*\*\*'"):
+                (await endpoint.request("GET", "/x")).json()
         assert KEY not in repr(spec)
 
 
@@ -386,6 +428,12 @@ async def test_tokens_a_minute_are_those_that_were_used() -> None:
         now = 60.0
         await instance.value.chat("x")
         await instance.close()
+
+
+def test_counts_that_no_model_can_have_are_not_owed() -> None:
+    for told in ({"prompt_tokens": 10**15}, {"completion_tokens": -1}, {"prompt_tokens": True}, {"prompt_tokens": 1e3}):
+        assert usage_of({"usage": told}) is None
+    assert usage_of({"usage": {"input_tokens": 3, "output_tokens": None}}) == Usage(3, 0)
 
 
 async def test_requests_a_minute_are_of_all_leases_together_and_outlast_an_idle_instance() -> None:

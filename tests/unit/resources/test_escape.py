@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -13,8 +14,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from holding import HOLDS_ALL, held
 
-from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, find_homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.sandbox_process import Handle
 from wingbeat.resources.boxes import Box, Finished
@@ -25,11 +26,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
 ]
 
-needs_groups = pytest.mark.skipif(
-    set(find_homes().folders) != set(CONTROLLERS), reason="control groups cannot be made here: nothing holds this limit"
-)
+needs_groups = pytest.mark.skipif(not HOLDS_ALL, reason="control groups cannot be made here: nothing holds this limit")
 
-SPEC = SandboxSpec(memory_mb=96, pids=40, disk_mb=16, file_mb=8, command_timeout_s=30, output_bytes=100_000)
+SPEC = SandboxSpec(memory_mb=held(96), pids=40, disk_mb=16, file_mb=8, command_timeout_s=30, output_bytes=100_000)
 
 
 @pytest.fixture
@@ -128,6 +127,34 @@ os.kill(1, signal.SIGKILL), os.kill(1, signal.SIGTERM), os.kill(1, signal.SIGSTO
         "-1",
         *["Permission denied"] * 6,
     ]
+
+
+async def test_the_first_process_cannot_be_slowed_down_or_starved(box: Box) -> None:
+    """Its user is that of the commands, and Linux asks for no more than that."""
+    code = """
+import ctypes, os, resource
+for attempt in (
+    lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (5, 5)),
+    lambda: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1)),
+    lambda: os.sched_setaffinity(1, {0}),
+    lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.sched_setparam(1, os.sched_param(0)),
+    *(lambda of=of: os.setpriority(*of, 19) for of in ((os.PRIO_PROCESS, 1), (os.PRIO_PGRP, 1), (os.PRIO_USER, 0))),
+):
+    try: print("CHANGED", attempt())
+    except PermissionError: print("refused")
+os.setpriority(os.PRIO_PROCESS, 0, 5), os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+print(open("/proc/self/oom_score_adj").read())
+"""
+    done = await python(box, code)
+    assert done.stdout.decode().split() == ["refused"] * 8 + ["1000"], done
+
+
+async def test_no_key_can_be_hidden_in_the_kernel(box: Box) -> None:
+    call = "c = ctypes.CDLL(None, use_errno=True); print(c.syscall({'x86_64': 248}.get(os.uname().machine, 217), "
+    done = await python(box, f"import ctypes, os; {call} b'user', b'name', b'secret', 6, -4), ctypes.get_errno())")
+    assert done.stdout == f"-1 {errno.ENOSYS}\n".encode()
 
 
 async def test_killing_everybody_does_not_end_the_box(box: Box) -> None:
@@ -259,7 +286,7 @@ async def test_many_empty_files_are_stopped_by_memory() -> None:
 
 
 async def test_more_names_than_fit_are_not_listed() -> None:
-    async with sandbox(SPEC.model_copy(update={"memory_mb": 200})) as box:
+    async with sandbox(SPEC.model_copy(update={"memory_mb": held(200)})) as box:
         code = "for i in range(42_000): open(f'{i:05}' + 'x' * 200, 'w')"
         assert (await python(box, code)).ok
         with pytest.raises(ValueError, match="bytes of names"):

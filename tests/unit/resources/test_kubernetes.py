@@ -15,11 +15,13 @@ from typing import Any
 import conformance
 import fake_container
 import pytest
+import websocket
 from fake_kubernetes import V4, V5, FakeKubernetes
 from kubernetes import client
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources import KubernetesSpec, Mount, Needs, ResourceFailed, ResourceLost, Reuse, UnsupportedField
+from wingbeat.resources.backends import kubernetes, kubernetes_exec
 from wingbeat.resources.backends.kubernetes import KubernetesBackend, KubernetesInstance
 from wingbeat.resources.backends.kubernetes_pod import PodStatus, manifest, network_policy
 
@@ -162,7 +164,13 @@ async def test_without_a_cluster_the_context_is_named(monkeypatch: pytest.Monkey
 @needs_containers
 @pytest.mark.slow
 @pytest.mark.parametrize("subprotocol", [V5, V4])
-async def test_commands_and_files_cross_the_streams(fake: FakeKubernetes, subprotocol: str) -> None:
+async def test_commands_and_files_cross_the_streams(
+    fake: FakeKubernetes, subprotocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pings: list[object] = []
+    ping = websocket.WebSocket.ping
+    monkeypatch.setattr(kubernetes_exec, "PING_S", 0.02)
+    monkeypatch.setattr(websocket.WebSocket, "ping", lambda self: (pings.append(self), ping(self)))
     fake.subprotocols = (subprotocol,)
     async with started(fake, spec_of(files={"a/b.txt": "given"}, output_bytes=600_000)) as instance:
         box = instance.value
@@ -176,6 +184,7 @@ async def test_commands_and_files_cross_the_streams(fake: FakeKubernetes, subpro
         assert await box.read("x/big") == big and await box.list() == ["a/", "x/"]
         late = await box.run("sleep 300", timeout_s=0.2)
         assert (late.exit_code, late.stopped_by) == (-9, "timeout")
+        assert pings, "a silent connection is kept"
         loud = await box.run("yes")
         assert (loud.stopped_by, loud.truncated, len(loud.stdout)) == ("output", True, 600_000)
         with pytest.raises(ValueError, match="leaves"):
@@ -183,6 +192,22 @@ async def test_commands_and_files_cross_the_streams(fake: FakeKubernetes, subpro
             await box.read("out/passwd")
     assert set(fake.used) == {subprotocol}
     assert list(fake.policies) == ["wingbeat-no-network"] and fake.pods == {}
+
+
+@needs_containers
+@pytest.mark.slow
+async def test_a_start_outlasts_its_watches(fake: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "WATCH_AGAIN_S", 0.01)
+    fake.hold_start, fake.watch_s = True, 0.02
+    backend = backend_of(fake)
+    starting = asyncio.create_task(backend.start(spec_of(), started=lambda handle: None))
+    async with asyncio.timeout(10):
+        while fake.num_watches < 3:
+            await asyncio.to_thread(lambda: None)
+    await asyncio.to_thread(fake.release, *fake.pods)
+    instance = await starting
+    await instance.close()
+    await backend.close()
 
 
 @needs_containers

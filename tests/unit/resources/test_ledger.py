@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,72 @@ def test_a_long_life_does_not_make_a_long_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_loses_nothing_that_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.started("fake", "stays")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+    with pytest.raises(ResourceFailed, match="No space left"):
+        ledger.started("fake", "must not live on")
+    monkeypatch.setattr(os, "write", write)
+    ledger.started("fake", "too")  # half a line before it would make it unreadable
+    assert lines(tmp_path)[1:] == [{"started": ["fake", "stays"]}, {"started": ["fake", "too"]}]
+    monkeypatch.setattr(os, "write", lambda file, data: 0)
+    ledger.ended("fake", "too")  # is no failure of what has ended
+    assert lines(tmp_path)[1:] == [{"started": ["fake", "stays"]}, {"started": ["fake", "too"]}]
+
+
+def test_a_ledger_that_cannot_be_begun_or_written_anew_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    ledger = Ledger(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        for _ in range(2):
+            with pytest.raises(SetupError, match="No space left"):
+                ledger.started("fake", "must not live on")
+    assert list(tmp_path.iterdir()) == []
+    ledger.started("fake", "stays")
+    monkeypatch.setattr("wingbeat.resources.ledger.MAX_DEAD_LINES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        for number in range(3):
+            ledger.started("fake", f"thing {number}")
+            ledger.ended("fake", f"thing {number}")
+    ledger.started("fake", "too")
+    assert {"started": ["fake", "too"]} in lines(tmp_path), "in the file that others read"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_who_has_ended_and_was_not_collected_is_dead(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        forge(tmp_path, entries=[("fake", "pid 7")], pid=child.pid, start=start)
+        assert list(left_in(tmp_path)) == []
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        (left,) = left_in(tmp_path)
+        left.close()
+
+
+async def test_notes_of_somebody_else_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they could have any process or container of this user's ended."""
+    forge(tmp_path, entries=[("fake", "thing 7")], **DEAD)
+    backend = FakeBackend()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(SetupError, match="belongs to user"):
+        await reap(tmp_path, backends={"fake": backend})
+    monkeypatch.setattr("wingbeat.resources.ledger._check_ours", lambda folder: folder.lstat())
+    assert await reap(tmp_path, backends={"fake": backend}) == Reaped()
+    async with Resources(Budgets(), backends={"fake": backend}, ledger=tmp_path):
+        pass
+    assert backend.reaped == []
+
+
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -154,6 +221,12 @@ def test_where_the_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_folder() == Path("/state/wingbeat/resources")
     monkeypatch.delenv("XDG_STATE_HOME")
     assert state_folder() == Path.home() / ".local/state/wingbeat/resources"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert state_folder() == Path(tempfile.gettempdir()) / f"wingbeat-{os.geteuid()}" / "resources"
 
 
 OWNER = """

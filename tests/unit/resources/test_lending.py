@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,19 @@ from lending import Lender, lender
 
 from wingbeat.core.config.resources import ResourcesConfig, is_below
 from wingbeat.core.config.server import ServerConfig
-from wingbeat.core.errors import AuthenticationError, ConfigError, LimitReached, PayloadTooLarge, PermissionDenied
+from wingbeat.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    LimitReached,
+    PayloadTooLarge,
+    PermissionDenied,
+    RequestError,
+    SetupError,
+)
 from wingbeat.resources import (
     DockerSpec,
     EndpointSpec,
+    KubernetesSpec,
     LocalSpec,
     ModelSpec,
     Mount,
@@ -34,6 +45,7 @@ from wingbeat.server.keys.principals import Principal, Role
 from wingbeat.server.keys.ring import KeyRing, digest
 from wingbeat.server.resources.calls import Calls
 from wingbeat.server.resources.rules import Rules
+from wingbeat.server.resources.serving import LendingLaunch, lending_keys, reached_by
 
 BOX = SubprocessSpec(network=True, files={"a.txt": "a"})
 
@@ -109,12 +121,12 @@ async def test_a_silent_client_loses_what_it_holds_and_hears_of_it() -> None:
 
 async def test_heartbeats_keep_a_lease_that_nothing_else_is_asked_of() -> None:
     async with lent(heartbeat_s=0.1) as (_, pool), pool.lease(BOX) as lease:
-        await asyncio.sleep(0.8)  # twice the silence
+        await asyncio.sleep(0.6)  # beyond the silence that ends it
         assert (await lease.value.run("true")).ok
 
 
 async def test_a_lease_ends_with_its_owner_and_after_the_longest_hold() -> None:
-    async with lent(heartbeat_s=0.1, max_hold_s=1.0) as (server, pool):
+    async with lent(heartbeat_s=0.1, max_hold_s=0.6) as (server, pool):
         async with pool.lease(BOX, owner="a") as first, pool.lease(BOX, owner="b") as second:
             assert await pool.release_owner("a") == 1
             with pytest.raises(ResourceLost, match="released"):
@@ -229,6 +241,20 @@ async def test_a_successor_knows_no_lease_of_its_predecessor() -> None:
                 await lease.value.run("true")
 
 
+async def test_owners_that_come_anew_are_not_sent_to_a_server_that_is_away() -> None:
+    async with lender() as server, RemoteResources(["http://127.0.0.1:1", server.url], retry_budget_s=0.0) as pool:
+        with pytest.raises(ResourceFailed):
+            async with pool.lease(BOX, owner="first"):
+                pass
+        await pool.release_owner("first")
+        for owner in ("second", "third"):
+            async with pool.lease(BOX, owner=owner) as lease:
+                assert (await lease.value.run("true")).ok
+        with pytest.raises(RequestError, match="specs"):
+            async with pool.lease_all({str(number): BOX for number in range(33)}):
+                pass
+
+
 # --- keys and limits
 
 
@@ -280,10 +306,23 @@ async def test_bodies_and_answers_are_bounded() -> None:
                 await lease.value.read("big")
 
 
+def test_without_an_admin_key_it_listens_on_loopback_only(tmp_path: Path) -> None:
+    launch = LendingLaunch(ResourcesConfig(host="0.0.0.0"), ServerConfig(), tmp_path / "keys.json")
+    with pytest.raises(SetupError, match=r"resources\.host = '0\.0\.0\.0'"):
+        lending_keys(launch)
+    key = "an admin key of this test"
+    assert not lending_keys(replace(launch, server=ServerConfig(admin_key=key))).is_open
+
+
+def test_a_server_on_all_addresses_announces_the_one_that_leads_to_control() -> None:
+    assert reached_by("https://0.0.0.0:9000", control="http://127.0.0.1:8321") == "https://127.0.0.1:9000"
+    assert reached_by("http://10.1.2.3:9000", control="http://127.0.0.1:8321") == "http://10.1.2.3:9000"
+
+
 # --- what may be leased
 
 ALLOWED = ResourcesConfig(
-    kinds=["sandbox", "endpoint", "model", "docker"],
+    kinds=["sandbox", "endpoint", "model", "docker", "kubernetes"],
     mounts=["/usr/share", "/var/tmp:rw"],
     urls=["https://judge.example/v1"],
     key_variables=["JUDGE_KEY"],
@@ -304,6 +343,8 @@ ALLOWED = ResourcesConfig(
         (SandboxSpec(output_bytes=1_000_000_000), "output_bytes"),
         (DockerSpec(image="python:3.12"), "image"),
         (DockerSpec(image="python:3.11", host="tcp://10.0.0.1"), "host"),
+        (KubernetesSpec(image="python:3.11", network_policies=True), "network_policies"),
+        (KubernetesSpec(image="python:3.11", namespace="kube-system"), "namespace"),
         (EndpointSpec(urls=("https://judge.example/v1", "http://169.254.169.254/latest")), "urls"),
         (EndpointSpec(urls=("https://judge.example/v10",)), "urls"),
         (EndpointSpec(urls=("https://judge.example/v1/../admin",)), "urls"),
@@ -329,9 +370,8 @@ def test_what_the_operator_listed_is_lent() -> None:
         EndpointSpec(urls=("https://JUDGE.example:443/v1/chat",), api_key_env="JUDGE_KEY"),
     ):
         assert rules.spec(spec.model_dump(mode="json")) == spec
-    for number in range(300):
-        found = rules.spec(SandboxSpec(label=f"label {number}").model_dump(mode="json"))
-    assert found.label == "other"
+    found = [rules.spec(SandboxSpec(label=f"label {number}").model_dump(mode="json")).label for number in range(300)]
+    assert (found[0], found[-1], len(set(found))) == ("label 0", "other", 200)
 
 
 def test_an_address_is_below_another_by_its_parts() -> None:
@@ -431,8 +471,13 @@ async def test_an_endpoint_answers_through_the_server() -> None:
 async def test_health_and_metrics() -> None:
     keys = ring(client=Role.CLIENT)
     async with lent("client", keys=keys) as (server, pool), pool.lease(BOX), ClientSession() as http:
-        assert await (await http.get(f"{server.url}/healthz")).json() == {"status": "ok"}
-        assert (await http.get(f"{server.url}/metrics")).status == 401
-        answer = await http.get(f"{server.url}/metrics", headers={"authorization": "Bearer client"})
-        assert 'wingbeat_resources_leased{kind="subprocess",label=""} 1.0' in await answer.text()
-        assert (await http.get(f"{server.url}/healthz", headers={"origin": "http://evil.example"})).status == 403
+
+        async def get(path: str, **headers: str) -> tuple[int, str]:
+            async with http.get(server.url + path, headers=headers) as answer:
+                return answer.status, await answer.text()
+
+        assert await get("/healthz") == (200, '{"status":"ok"}')
+        assert (await get("/metrics"))[0] == 401
+        shown = (await get("/metrics", authorization="Bearer client"))[1]
+        assert 'wingbeat_resources_leased{kind="subprocess",label=""} 1.0' in shown
+        assert (await get("/healthz", origin="http://evil.example"))[0] == 403

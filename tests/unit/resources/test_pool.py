@@ -277,7 +277,20 @@ async def test_a_start_that_hangs_is_ended(pool: Resources, backend: FakeBackend
         assert len(backend.alive) == 1
 
 
-async def test_a_close_that_hangs_is_counted_and_does_not_keep_its_place(pool: Resources, backend: FakeBackend) -> None:
+async def test_what_does_not_close_is_ended_by_its_name(pool: Resources, backend: FakeBackend) -> None:
+    backend.at("close", failing(RuntimeError("no")))
+    async with pool.lease(fake(reuse=Reuse.NEVER)):
+        pass
+    assert (pool.snapshot()[0].leaked, backend.alive, backend.reaped) == (0, {}, ["thing 0"])
+
+
+async def test_a_close_that_hangs_is_counted_and_does_not_keep_its_place(
+    pool: Resources, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cannot(handle: str) -> bool:
+        raise ResourceFailed(f"{handle} does not answer")
+
+    monkeypatch.setattr(backend, "reap", cannot)
     backend.at("close", held(asyncio.Event()))
     spec = fake(reuse=Reuse.NEVER, limit=1, close_timeout_s=0.01)
     async with pool.lease(spec):

@@ -18,8 +18,17 @@ Above = Annotated[float, Field(gt=0)]
 class ResourcesConfig(Section):
     """What `wingbeat resources` lends to clients, where it listens, and what all its instances may take together."""
 
+    count: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Resources servers that `serve`, `train` and `deploy ray` keep running beside the engines; clients"
+        " find them with `--resources auto`. With `port` set, the next ones take the ports after it.",
+    )
     host: str = Field(
-        default="127.0.0.1", description="Bind address. Beyond loopback needs an admin key (docs/security.md)."
+        default="127.0.0.1",
+        description="Bind address. Beyond loopback needs an admin key (docs/security.md). With 0.0.0.0, a server"
+        " is told the address by which this machine reaches it.",
     )
     port: int = Field(default=8322, ge=0, le=65535, description="0 takes a free port and prints it.")
     kinds: list[ResourceKind] = Field(
@@ -37,6 +46,10 @@ class ResourcesConfig(Section):
     tokens_per_minute: dict[str, Above] = Field(default={}, description="Budgets of tokens, by name.")
     cost: dict[str, Above] = Field(default={}, description="Budgets of money, by name, for the server's life.")
     network: bool = Field(default=False, description="Whether boxes may have `network = true`.")
+    network_policies: bool = Field(
+        default=False,
+        description="Whether the cluster of `kubernetes` enforces NetworkPolicy objects, so that specs may say so.",
+    )
     mounts: list[str] = Field(
         default=[],
         description="Folders of this machine that boxes may mount, with all below: read-only, unless `:rw` follows.",

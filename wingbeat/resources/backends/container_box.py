@@ -248,7 +248,7 @@ class ContainerBox:
             loop.call_soon_threadsafe(over.set)
 
         output = _Output(limit, tell, bytearray(), bytearray())
-        channel = await self._open(argv, stdin)
+        channel = await self._open(argv, stdin, run_id=run_id)
         pumping = self._threads.begin(_pump, channel, output)
         waiting = asyncio.ensure_future(over.wait())
         try:
@@ -270,11 +270,23 @@ class ContainerBox:
             stopped_by = "output"
         return _Ended(code, bytes(output.out), bytes(output.err), output.is_over, stopped_by)
 
-    async def _open(self, argv: Sequence[str], stdin: bytes = b"") -> Channel:
+    async def _open(self, argv: Sequence[str], stdin: bytes = b"", *, run_id: str = "") -> Channel:
+        """Run a command; one that ``run_id`` names is ended if the caller is cancelled while it begins."""
+        opening = self._threads.begin(self._container.open, argv, stdin)
         try:
-            return await self._threads.obtain(self._container.open, _close, argv, stdin)
+            return await asyncio.shield(opening)
         except ChannelBroken as error:
             raise await self._container.fault(error) from error
+        except asyncio.CancelledError:
+            self._threads.clean(self._given_up(opening, run_id))
+            raise
+
+    async def _given_up(self, opening: asyncio.Future[Channel], run_id: str) -> None:
+        await asyncio.wait({opening})
+        if opening.exception() is None:
+            self._threads.clean_soon(opening.result().close)
+        if run_id:  # its connection may have failed after it began
+            await self._end_run(run_id)
 
     async def _result(self, pumping: asyncio.Future[int], *, stopped: bool) -> int:
         try:
@@ -305,10 +317,6 @@ def _pump(channel: Channel, output: _Output) -> int:
     for stream, data in channel.frames():
         output.add(stream, data)
     return channel.exit_code()
-
-
-def _close(channel: Channel) -> None:
-    channel.close()
 
 
 def _words(ended: _Ended) -> str:

@@ -17,6 +17,8 @@ def check_box(spec: BoxSpec) -> None:
         raise UnsupportedField(
             spec.kind, "cpu_s", "a container counts processor time of all its commands: use command_timeout_s and cpus"
         )
+    if spec.process_memory_mb is not None:
+        raise UnsupportedField(spec.kind, "process_memory_mb", "memory_mb holds for all processes of a container")
     if spec.reuse is Reuse.SHARED:
         raise UnsupportedField(spec.kind, "reuse", "a box has one holder: never or after_reset")
     if spec.disk_mb is not None and spec.disk_mb < MIN_DISK_MB:

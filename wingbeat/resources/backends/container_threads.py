@@ -48,22 +48,6 @@ class Threads:
         """Its result.  A caller that is cancelled is not kept waiting; the call goes on in its thread."""
         return await asyncio.shield(self.begin(function, *args, **kwargs))
 
-    async def obtain(
-        self, function: Callable[P, T], give_up: Callable[[T], None], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """As :meth:`call`; of a caller that is cancelled, what comes is given up."""
-        future = self.begin(function, *args, **kwargs)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self.clean(self._given_up(future, give_up))
-            raise
-
-    async def _given_up(self, future: asyncio.Future[T], give_up: Callable[[T], None]) -> None:
-        await asyncio.wait({future})
-        if not future.cancelled() and future.exception() is None:
-            await self.begin(give_up, future.result())
-
     def clean(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Have something done that its caller need not wait for; :meth:`close` does."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self._name}-cleanup")

@@ -9,26 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from wingbeat.core.errors import DependencyMissing
+from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.resources.backends import container_scripts as scripts
 from wingbeat.resources.backends.container_box import Channel, ContainerBox
 from wingbeat.resources.backends.container_spec import check_box, disk_parts, environment_of
 from wingbeat.resources.backends.container_threads import Threads
 from wingbeat.resources.backends.docker_exec import start_exec
-from wingbeat.resources.specs import (
-    DockerSpec,
-    Pull,
-    ResourceFailed,
-    ResourceLost,
-    Reuse,
-    Spec,
-    UnsupportedField,
-)
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
+from wingbeat.resources.specs_remote import DockerSpec, Pull
 
 try:
     from docker import APIClient, DockerClient
@@ -48,6 +42,9 @@ CONNECTIONS = 256
 MEGABYTE = 1 << 20
 NANO = 1_000_000_000
 CONFLICT = 409
+NO_SSH = (
+    "its channels cannot be waited for: forward the daemon's socket (ssh -L PATH:/var/run/docker.sock) to unix://PATH"
+)
 
 
 class DockerContainer:
@@ -129,6 +126,8 @@ class DockerBackend:
             raise UnsupportedField(
                 self.kind, "needs.gpus", "use kind kubernetes, which gives pods devices of their own"
             )
+        if spec.host.startswith("ssh:"):
+            raise UnsupportedField(self.kind, "host", NO_SSH)
         if spec.reuse is Reuse.AFTER_RESET and any(not mount.read_only for mount in spec.mounts):
             raise UnsupportedField(
                 self.kind, "mounts", "a reset cannot undo what is written there: read_only, or reuse never"
@@ -182,6 +181,8 @@ class DockerBackend:
         try:
             if host:
                 return APIClient(base_url=host, version="auto", **options)
+            if os.environ.get("DOCKER_HOST", "").startswith("ssh:"):
+                raise ConfigError(f"DOCKER_HOST: expected unix:// or tcp://, got ssh://; {NO_SSH}")
             return DockerClient.from_env(version="auto", **options).api
         except DockerException as error:
             where = f"at {host}" if host else "that DOCKER_HOST names"

@@ -56,6 +56,12 @@ class DockerExec:
                     del buffer[: HEADER.size + size]
                     if stream in (STDOUT, STDERR) and body:
                         yield stream, body
+            if buffer:
+                raise ChannelBroken(
+                    f"the connection to a command was cut within a frame, of {len(buffer)} bytes so far"
+                )
+        except ChannelBroken:
+            raise
         except (OSError, ValueError) as error:
             raise ChannelBroken(f"the connection to a command broke: {error}") from error
         finally:

@@ -22,7 +22,8 @@ from wingbeat.resources.backends.endpoint_http import HttpClient, HttpReply, Mes
 from wingbeat.resources.backends.endpoint_urls import Choice, Target
 from wingbeat.resources.backends.endpoint_usage import Limiter, Meters, Prices, Purse, Usage
 from wingbeat.resources.meters import RateLimiter
-from wingbeat.resources.specs import EndpointSpec, ResourceFailed, ResourceLost, Spec, UnsupportedField
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Spec, UnsupportedField
+from wingbeat.resources.specs_remote import EndpointSpec
 
 __all__ = ["Endpoint", "EndpointBackend", "HttpReply", "Reply", "Usage"]
 

@@ -1,9 +1,9 @@
 """Requests to a pool of addresses, tried again where infrastructure failed.
 
 A try waits for its turn (rates, budgets, then an address), is sent, and says what came of it.  Again is tried what
-could not have been acted on (no connection, 429, 503), and, of what may be repeated, also what brought no answer or
-a 5xx.  Everything else is an answer.  Retries are in this one layer, with full jitter (Brooker, "Exponential Backoff
-And Jitter", 2015), and all tries of a request begin within ``retry_budget_s``.
+could not have been acted on (no connection, 429, 503 with Retry-After), and, of what may be repeated, also what brought
+no answer or a 5xx.  Everything else is an answer.  Retries are in this one layer, with full jitter (Brooker,
+"Exponential Backoff And Jitter", 2015), and all tries of a request begin within ``retry_budget_s``.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class Caller:
             passage.succeeded()
             return
         if result.is_throttled:
-            asked = result.retry_after_s
-            patience = self._patience
-            passage.throttled(patience.pause(tries + 1) if asked is None else patience.respected(asked))
+            asked = result.retry_after_s or 0.0
+            is_said = asked >= BACKOFF_S  # "0" would have it asked again and again without a pause
+            passage.throttled(self._patience.respected(asked) if is_said else self._patience.pause(tries + 1))
         else:
             passage.failed()
 

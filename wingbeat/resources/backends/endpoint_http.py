@@ -6,8 +6,9 @@ followed (one could lead into the network of whoever runs this), and neither key
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -26,6 +27,8 @@ MAX_RETRY_AFTER_S = 3600.0
 REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 OWN_HEADERS = frozenset({"authorization", "host", "cookie", "content-length", "transfer-encoding", "connection"})
 """What a caller may not set."""
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+"""A token (RFC 9110, 5.6.2): ``Host:x`` would be read as another header than it is checked as."""
 HTTP_TOO_MANY = 429
 HTTP_NOT_NOW = 503
 
@@ -37,9 +40,9 @@ class Ending(Enum):
     NOT_SENT = "not_sent"
     """No connection: the other side cannot have acted."""
     NOT_NOW = "not_now"
-    """Refused for now (429, 503): it has not acted."""
+    """Refused for now (429, or 503 with Retry-After): it has not acted."""
     FAULT = "fault"
-    """No answer, or a fault of the other side (5xx): it may have acted."""
+    """No answer, or a fault of the other side (5xx): it may have acted, as may what is behind a proxy that says 503."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class HttpReply:
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
-            raise ResourceFailed(f"{self.url}: expected JSON, got {excerpt(self.text)!r}") from error
+            raise ResourceFailed(f"{self.url}: expected JSON, got {excerpt(self.body)!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,8 @@ class Message:
 
     @property
     def where(self) -> str:
-        return f"{self.method} {self.path}"
+        """For messages: a query may hold what is nobody's business."""
+        return f"{self.method} {self.path.partition('?')[0]}"
 
 
 def message(method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None) -> Message:
@@ -105,7 +109,8 @@ def message(method: str, path: str, *, json: Any = None, headers: Mapping[str, s
     if not (method.isascii() and method.isalpha()):
         raise RequestError(f"method: expected an HTTP method, got {method!r}", param="method")
     has_control = any(ord(c) < 33 or ord(c) == 127 or c == "#" for c in path)
-    segments = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
+    parts = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
+    segments = [part.partition(";")[0] for part in parts]  # some servers drop what follows before they look
     if not path.startswith("/") or path.startswith("//") or has_control or ".." in segments or "." in segments:
         raise RequestError(
             f"path: expected one below the endpoint's address, such as /chat/completions, got {path!r}", param="path"
@@ -114,8 +119,8 @@ def message(method: str, path: str, *, json: Any = None, headers: Mapping[str, s
     forbidden = sorted(name for name in given if name.strip().lower() in OWN_HEADERS)
     if forbidden:
         raise RequestError(f"headers: {', '.join(forbidden)} cannot be set by the caller", param="headers")
-    if any(c in text for pair in given.items() for text in pair for c in "\r\n\0"):
-        raise RequestError("headers: expected single lines", param="headers")
+    if any(not HEADER_NAME.fullmatch(name) or any(c in value for c in "\r\n\0") for name, value in given.items()):
+        raise RequestError("headers: expected names as HTTP has them, and values of one line", param="headers")
     if json is None:
         return Message(method.upper(), path, None, given)
     try:
@@ -183,7 +188,9 @@ class HttpClient:
         return self._judge(reply)
 
     def _judge(self, reply: HttpReply) -> Try:
-        words = f"{reply.url}: HTTP {reply.status} {self._hide(excerpt(reply.text))}".rstrip()
+        if reply.status >= 400 and self._key:  # some servers quote the key that they refuse
+            reply = replace(reply, body=reply.body.replace(self._key.encode(), b"***"))
+        words = f"{reply.url}: HTTP {reply.status} {excerpt(reply.body)}".rstrip()
         if len(reply.body) > MAX_REPLY_BYTES:
             raise ResourceFailed(
                 f"{reply.url}: expected an answer of at most {MAX_REPLY_BYTES} bytes, got a larger one"
@@ -194,15 +201,12 @@ class HttpClient:
                 f"{reply.url}: HTTP {reply.status} leads elsewhere ({where or 'on the same host'}), and redirects are"
                 " not followed: name the address itself in the spec"
             )
-        if reply.status in (HTTP_TOO_MANY, HTTP_NOT_NOW):
-            return Try(Ending.NOT_NOW, reply, words, retry_after(reply.headers.get("retry-after")))
+        asked = retry_after(reply.headers.get("retry-after"))
+        if reply.status == HTTP_TOO_MANY or (reply.status == HTTP_NOT_NOW and asked is not None):
+            return Try(Ending.NOT_NOW, reply, words, asked)
         if reply.status >= 500:
             return Try(Ending.FAULT, reply, words)
         return Try(Ending.ANSWERED, reply, words)
-
-    def _hide(self, words: str) -> str:
-        """Some servers quote the key that they refuse."""
-        return words.replace(self._key, "***") if self._key else words
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes:
@@ -227,9 +231,11 @@ def retry_after(value: str | None) -> float | None:
     return min(seconds, MAX_RETRY_AFTER_S) if seconds >= 0 else None
 
 
-def excerpt(text: str) -> str:
+def excerpt(said: bytes | str) -> str:
     """The beginning, on one line."""
-    return " ".join(text[: 4 * MAX_WORDS].split())[:MAX_WORDS]
+    part = said[: 4 * MAX_WORDS]
+    text = part if isinstance(part, str) else part.decode("utf-8", "replace")
+    return " ".join(text.split())[:MAX_WORDS]
 
 
 def _reason(error: BaseException) -> str:

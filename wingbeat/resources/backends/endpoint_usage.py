@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 BYTES_PER_TOKEN = 4
+MAX_TOKENS = 100_000_000
+"""Of one request.  A count beyond it is a fault of the other side, and would be a debt that stops all for weeks."""
 PER = 1000.0
 """Tokens that a price is for."""
 
@@ -133,7 +135,11 @@ def usage_of(content: Any) -> Usage | None:
     if not isinstance(told, Mapping):
         return None
     prompt, completion = (
-        next((told[name] for name in names if isinstance(told.get(name), int) and told[name] >= 0), None)
+        next((told[name] for name in names if _is_count(told.get(name))), None)
         for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     )
     return None if prompt is None and completion is None else Usage(prompt or 0, completion or 0)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS

@@ -8,8 +8,11 @@ found, whichever of them was the last.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
@@ -18,11 +21,12 @@ from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.resources.backends.container_box import Channel, ContainerBox
 from wingbeat.resources.backends.container_spec import check_box
 from wingbeat.resources.backends.container_threads import Threads
-from wingbeat.resources.specs import KubernetesSpec, ResourceFailed, ResourceLost, Spec, UnsupportedField
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Spec, UnsupportedField
+from wingbeat.resources.specs_remote import KubernetesSpec
 
 try:
     from kubernetes import client, config, watch
-    from urllib3.exceptions import HTTPError
+    from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
     from wingbeat.resources.backends.kubernetes_exec import start_exec
     from wingbeat.resources.backends.kubernetes_pod import BOX_LABEL, PodStatus, manifest, network_policy
@@ -40,6 +44,9 @@ TOLD_S = 15
 """Until the cluster knows why a container ended."""
 AGAIN_S = 60
 """For a container that ended to run again."""
+API_TIMEOUT_S = (10, 60)
+"""For a connection, and for an answer: calls block a thread each, and a cluster may be cut off without a word."""
+WATCH_AGAIN_S = 0.5
 FAULTS = (client.ApiException, HTTPError, OSError)
 """What the official client raises."""
 
@@ -58,36 +65,48 @@ class Cluster:
     def create(self, spec: KubernetesSpec, name: str, box: str) -> None:
         if not spec.network:
             self._shut_network(spec.namespace)
-        self.core.create_namespaced_pod(spec.namespace, manifest(spec, name=name, box=box))
+        pod = manifest(spec, name=name, box=box)
+        self.core.create_namespaced_pod(spec.namespace, pod, _request_timeout=API_TIMEOUT_S)
 
     def read(self, namespace: str, name: str) -> PodStatus:
-        pod: Any = self._client.sanitize_for_serialization(self.core.read_namespaced_pod(name, namespace))
+        read = self.core.read_namespaced_pod(name, namespace, _request_timeout=API_TIMEOUT_S)
+        pod: Any = self._client.sanitize_for_serialization(read)
         return PodStatus(pod)
 
     def wait(
         self, namespace: str, name: str, is_it: Callable[[PodStatus], bool], *, seconds: float
     ) -> PodStatus | None:
         """The first status for which ``is_it``; None once the pod is deleted or time is over."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(ProtocolError, ReadTimeoutError):  # what is on the way ends what takes long
+                for event in self._events(namespace, name, seconds=left):
+                    if event["type"] == "DELETED":
+                        return None
+                    if is_it(status := PodStatus(event["raw_object"])):
+                        return status
+            time.sleep(min(WATCH_AGAIN_S, max(0.0, until - time.monotonic())))
+        return None
+
+    def _events(self, namespace: str, name: str, *, seconds: float) -> Iterator[Any]:
         watching = watch.Watch()
+        whole = max(1, math.ceil(seconds))
         events = watching.stream(
             self.core.list_namespaced_pod,
             namespace,
             field_selector=f"metadata.name={name}",
-            timeout_seconds=max(1, round(seconds)),
+            timeout_seconds=whole,
+            _request_timeout=(API_TIMEOUT_S[0], whole + API_TIMEOUT_S[0]),
         )
-        for event in cast(Iterator[Any], events):
-            status = PodStatus(event["raw_object"])
-            if event["type"] == "DELETED":
-                break
-            if is_it(status):
-                watching.stop()
-                return status
-        return None
+        try:
+            yield from cast(Iterator[Any], events)
+        finally:
+            watching.stop()
 
     def delete(self, namespace: str, name: str) -> bool:
         """Whether it was there."""
         try:
-            self.core.delete_namespaced_pod(name, namespace)
+            self.core.delete_namespaced_pod(name, namespace, _request_timeout=API_TIMEOUT_S)
         except client.ApiException as error:
             if error.status != NOT_FOUND:
                 raise
@@ -96,7 +115,8 @@ class Cluster:
 
     def delete_box(self, namespace: str, box: str) -> bool:
         """All pods of a box; whether there were some."""
-        pods = self.core.list_namespaced_pod(namespace, label_selector=f"{BOX_LABEL}={box}").items
+        selector = f"{BOX_LABEL}={box}"
+        pods = self.core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=API_TIMEOUT_S).items
         names = [pod.metadata.name for pod in pods if pod.metadata is not None and pod.metadata.name]
         return True in [self.delete(namespace, name) for name in names]
 
@@ -107,7 +127,8 @@ class Cluster:
         if namespace in self._shut_off:
             return
         try:
-            self.networking.create_namespaced_network_policy(namespace, network_policy())
+            policy = network_policy()
+            self.networking.create_namespaced_network_policy(namespace, policy, _request_timeout=API_TIMEOUT_S)
         except client.ApiException as error:
             if error.status != CONFLICT:  # it is there
                 raise

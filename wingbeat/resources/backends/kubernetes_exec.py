@@ -23,6 +23,8 @@ from wingbeat.resources.backends.container_box import STDERR, STDOUT, ChannelBro
 STDIN_CHANNEL, STATUS_CHANNEL = 0, 3
 SEND_BYTES = 8192
 """Less than a connection that says it can take something takes at once."""
+PING_S = 20.0
+"""Of silence: what stands before a cluster cuts connections on which nothing moves, and a test may run for long."""
 CONTAINER = "box"
 
 
@@ -89,7 +91,9 @@ class PodExec:
                 return True
             poll = select.poll()
             poll.register(raw, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            ready = sum(event for _, event in poll.poll())
+            ready = sum(event for _, event in poll.poll(PING_S * 1000))
+            if not ready:
+                self._websocket.ping()
             if ready & ~select.POLLOUT:
                 return True
             if ready & select.POLLOUT:
@@ -122,5 +126,5 @@ def start_exec(
             binary=True,
         )
     except client.ApiException as error:
-        raise ChannelBroken(f"a command could not be begun: {error.reason}") from error
+        raise ChannelBroken(f"a command could not be begun: {' '.join(str(error.reason).split())[:300]}") from error
     return PodExec(connection, stdin)

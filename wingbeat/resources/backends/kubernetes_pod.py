@@ -10,7 +10,7 @@ from kubernetes import client
 from wingbeat.resources.backends import container_scripts as scripts
 from wingbeat.resources.backends.container_spec import disk_parts, environment_of
 from wingbeat.resources.backends.kubernetes_exec import CONTAINER
-from wingbeat.resources.specs import KubernetesSpec, Pull
+from wingbeat.resources.specs_remote import KubernetesSpec, Pull
 
 BOX_LABEL = "wingbeat.dev/box"
 NETWORK_LABEL = "wingbeat.dev/network"

@@ -1,14 +1,14 @@
 """By which means the limits of a box hold on this machine, and the signs that one of them stopped a command.
 
-A control group holds for all processes of a box together. Where none may be made, limits of single processes
-(``setrlimit``) hold memory and processor time of each process, and the number of processes where a box has users
-of its own; a share of the processors cannot be had that way and is refused.
+A control group holds for all processes of a box together. Where none may be made, a limit of memory, of processor
+time or of a share of the processors is refused: ``setrlimit`` would bound each process alone, and a box makes as many
+as it likes. It holds sizes of files, addresses of a process, and the number of processes where a box has users of
+its own.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -17,8 +17,6 @@ from typing import Final
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources.backends.limits_cgroups import CPU, CPUACCT, MEMORY, PIDS, Counters, GroupLimits, Homes
 from wingbeat.resources.specs import BoxSpec, UnsupportedField
-
-logger = logging.getLogger("wingbeat.resources")
 
 MIB: Final = 2**20
 NPROC_KERNEL: Final = (5, 14)
@@ -40,7 +38,7 @@ class Plan:
 
     group: GroupLimits
     memory_bytes: int = -1
-    """Of one process."""
+    """Addresses of one process."""
     processes: int = -1
     file_bytes: int = -1
     cpu_s: int = -1
@@ -58,39 +56,31 @@ def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, has_own_users:
     Raises UnsupportedField for a limit that nothing on this machine can hold.
     """
     why = f"no control group can be made for it here ({homes.reason or 'the kernel has no such controller'})"
-    if spec.cpus is not None and CPU not in homes:
-        raise UnsupportedField(spec.kind, "cpus", f"{why}; leave it out, or let this user make control groups")
-    uses_groups = {
-        MEMORY: spec.memory_mb is not None and MEMORY in homes,
-        PIDS: pids is not None and PIDS in homes,
-        CPUACCT: spec.cpu_s is not None and CPUACCT in homes,
-    }
-    if spec.pids is not None and not uses_groups[PIDS] and not (has_own_users and kernel() >= NPROC_KERNEL):
+    for name, controller, instead in (
+        ("memory_mb", MEMORY, "process_memory_mb bounds each process instead"),
+        ("cpus", CPU, "leave it out"),
+        ("cpu_s", CPUACCT, "command_timeout_s bounds each command instead"),
+    ):
+        if getattr(spec, name) is not None and controller not in homes:
+            raise UnsupportedField(spec.kind, name, f"{why}; {instead}, or let this user make control groups")
+    has_pids_group = pids is not None and PIDS in homes
+    if spec.pids is not None and not has_pids_group and not (has_own_users and kernel() >= NPROC_KERNEL):
         raise UnsupportedField(
             spec.kind, "pids", f"{why}, and RLIMIT_NPROC would count other processes of this user too; leave it out"
         )
-    if spec.memory_mb is not None and not uses_groups[MEMORY]:
-        _warn(f"memory_mb holds for each process of a box, not for all together: {why}")
-    memory = -1 if spec.memory_mb is None else spec.memory_mb * MIB
     return Plan(
         group=GroupLimits(
-            memory_bytes=memory if uses_groups[MEMORY] else None,
-            pids=pids if uses_groups[PIDS] else None,
+            memory_bytes=None if spec.memory_mb is None else spec.memory_mb * MIB,
+            pids=pids if has_pids_group else None,
             cpus=spec.cpus,
-            counts_cpu=uses_groups[CPUACCT],
+            counts_cpu=spec.cpu_s is not None,
             holds_together=PIDS in homes,
         ),
-        memory_bytes=-1 if uses_groups[MEMORY] else memory,
-        processes=-1 if pids is None or uses_groups[PIDS] or not has_own_users else pids + 1,  # its first process
+        memory_bytes=-1 if spec.process_memory_mb is None else spec.process_memory_mb * MIB,
+        processes=-1 if pids is None or has_pids_group or not has_own_users else pids + 1,  # its first process
         file_bytes=-1 if spec.file_mb is None else spec.file_mb * MIB,
         cpu_s=-1 if spec.cpu_s is None else math.ceil(spec.cpu_s),
     )
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Once."""
-    logger.warning(text)
 
 
 @functools.cache

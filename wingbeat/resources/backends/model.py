@@ -30,7 +30,8 @@ from wingbeat.resources.backends.endpoint_calls import Answer, Caller, Patience,
 from wingbeat.resources.backends.endpoint_http import HttpClient, Message, message
 from wingbeat.resources.backends.endpoint_urls import Choice, Target
 from wingbeat.resources.backends.endpoint_usage import Meters, Prices, Purse
-from wingbeat.resources.specs import ModelSpec, ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
+from wingbeat.resources.specs_remote import ModelSpec
 
 logger = logging.getLogger("wingbeat.resources")
 
@@ -42,6 +43,8 @@ FINISH_BUDGET_S = 5.0
 """An episode that cannot be finished ends by itself once nobody calls."""
 OVER = frozenset({EpisodeClosed.code, AuthenticationError.code})
 """What a call is told whose episode the server has ended."""
+MAX_PAST = 8
+"""Episodes whose connections are kept for the calls still under way in them; a lease may be held for weeks."""
 BREAKER_FAILURES = 5
 BREAKER_S = 5.0
 HEADERS = {PROTOCOL_HEADER: write_range()}
@@ -125,9 +128,9 @@ class ModelInstance:
 
     async def close(self) -> None:
         self._closed = True
+        await self._server.close()  # first: one that begins an episode now would hold the lock for as long as it tries
         async with self._lock:
             await self._finish()
-        await self._server.close()
 
     async def _current(self, *, after: _Visit | None = None) -> _Visit:
         """The episode of now; another one than ``after``."""
@@ -137,6 +140,8 @@ class ModelInstance:
                 if self._visit is not None:  # calls may still be under way in it, each to hear for itself
                     self._past.append(self._visit)
                     self._visit = None
+                    while len(self._past) > MAX_PAST:
+                        await self._past.pop(0).close()
                 await self.begin()
             assert self._visit is not None
             return self._visit
@@ -236,4 +241,7 @@ def _begun(answer: Answer, name: str) -> BeginReply:
     try:
         return BeginReply.model_validate_json(answer.reply.body, extra="ignore")
     except ValidationError:
-        raise ResourceFailed(f"expected a Wingbeat server, got {answer.words}") from None
+        # not its words: what almost is a begun episode has the episode's key in it
+        raise ResourceFailed(
+            f"expected a Wingbeat server, got HTTP {answer.reply.status} from {answer.reply.url} and no episode in it"
+        ) from None

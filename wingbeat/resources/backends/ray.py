@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.resources.backends.ray_actor import BoxActor, Outcome
 from wingbeat.resources.boxes import Finished
-from wingbeat.resources.specs import RaySpec, ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
+from wingbeat.resources.specs_remote import RaySpec
 
 logger = logging.getLogger("wingbeat.resources")
 

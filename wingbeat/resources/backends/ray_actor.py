@@ -14,7 +14,8 @@ from typing import Any
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources.backend import Backend, Instance
 from wingbeat.resources.backends import default_backends
-from wingbeat.resources.specs import ResourceFailed, ResourceLost, parse_spec
+from wingbeat.resources.specs import ResourceFailed, ResourceLost
+from wingbeat.resources.specs_remote import parse_spec
 
 KNOWN: Mapping[str, type[Exception]] = {
     "lost": ResourceLost,

@@ -297,7 +297,8 @@ def _try(means: Means) -> str | None:
 @functools.cache
 def programs(python: str) -> Mapping[str, bytes]:
     """What runs inside and where: compiled once here, instead of at every start, if this Python can run that."""
-    sources = {INIT_AT: _beside("sandbox_init.py"), f"{INSIDE}/sandbox_files": _beside("sandbox_files.py")}
+    sources = {INIT_AT: _beside("sandbox_init.py")}
+    sources.update({f"{INSIDE}/{name}": _beside(f"{name}.py") for name in ("sandbox_files", "sandbox_guard")})
     if _version(python) != _version(sys.executable):
         return {path if path == INIT_AT else f"{path}.py": source.read_bytes() for path, source in sources.items()}
     made: dict[str, bytes] = {}

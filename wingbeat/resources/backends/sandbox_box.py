@@ -137,23 +137,29 @@ class ChannelBox:
         return Counters() if self._process.group is None else self._process.group.counters()
 
     def _finished(self, fields: Sequence[bytes], before: Counters) -> Finished:
-        facts, stdout, stderr = fields
-        code, seconds, truncated, is_full, *reason = facts.decode().split()
-        stopped = reason[0] if reason and reason[0] in ("timeout", "output", "cpu") else None
+        try:
+            facts, stdout, stderr = fields
+            words = facts.decode().split()
+            exit_code, seconds, (truncated, is_full) = int(words[0]), float(words[1]), words[2:4]
+        except (ValueError, IndexError) as error:
+            self._channel.lose(f"what it said of a command makes no sense: {error}")
+            self._channel.raise_if_lost()
+            raise
+        stopped = words[4] if words[4:] and words[4] in ("timeout", "output", "cpu") else None
         if stopped is None:
             stopped = stopped_by(
                 self._plan,
-                exit_code=int(code),
+                exit_code=exit_code,
                 stderr=stderr,
                 is_full=is_full == "1",
                 before=before,
                 after=self._counters(),
             )
         return Finished(
-            exit_code=int(code),
+            exit_code=exit_code,
             stdout=stdout,
             stderr=stderr,
-            seconds=float(seconds),
+            seconds=seconds,
             truncated=truncated == "1",
             stopped_by=stopped,
         )

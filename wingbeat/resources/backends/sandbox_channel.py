@@ -42,12 +42,19 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=MAX_HEADER_BYTES))
 
     def post(self, verb: bytes, *fields: bytes) -> tuple[bytes, asyncio.Future[list[bytes]]]:
-        """Send a request; its number, and the future that gets the answer's fields.  Raises ResourceLost."""
+        """Send a request; its number, and the future that gets the answer's fields.
+
+        Raises ResourceLost, and TypeError for text: before anything is sent, since half a request would end the box.
+        """
         self.raise_if_lost()
         number = b"%d" % next(self._numbers)
         message = (number, verb, *fields)
+        try:
+            body = b"".join(message)
+        except TypeError as error:
+            raise TypeError(f"data, stdin: expected bytes, as of text.encode() ({error})") from None
         self._writer.write(b" ".join(b"%d" % len(field) for field in message) + b"\n")
-        self._writer.writelines(message)
+        self._writer.write(body)
         return number, self._expect(number)
 
     async def call(self, verb: bytes, *fields: bytes, within_s: float) -> list[bytes]:
@@ -112,7 +119,7 @@ class Channel:
                     self._settle(await self._next())
             except (asyncio.IncompleteReadError, ConnectionError):
                 self.lose("its first process ended")
-            except (asyncio.LimitOverrunError, ValueError) as error:
+            except (asyncio.LimitOverrunError, ValueError, IndexError) as error:
                 self.lose(f"what it sent is no message: {error}")
 
     async def _next(self) -> list[bytes]:
@@ -123,7 +130,7 @@ class Channel:
         return [await self._reader.readexactly(length) for length in lengths]
 
     def _settle(self, fields: Sequence[bytes]) -> None:
-        answer = self._waiting.pop(fields[0], None)
+        answer = self._waiting.get(fields[0])
         if answer is None or answer.done():
             return  # a command that was given up
         verdict, rest = fields[1], list(fields[2:])
@@ -137,3 +144,4 @@ class Channel:
             answer.set_exception(ResourceLost(f"a command could not be held to its limits: {os.fsdecode(rest[0])}"))
         else:
             raise ValueError(f"expected a verdict, got {verdict[:80]!r}")
+        del self._waiting[fields[0]]

@@ -171,6 +171,28 @@ def list_folder(root: int, path: str, *, at: str) -> list[str]:
     return sorted(names)
 
 
+def is_full(folders: dict[str, int]) -> bool:
+    """Whether one of these places has no room left."""
+    for path in folders:
+        room = os.statvfs(path)
+        if room.f_bavail * room.f_bsize < 4096 * 2 or (room.f_files and room.f_favail == 0):
+            return True
+    return False
+
+
+def strip(folder: int) -> None:
+    """Take off what was hung on a folder: names with values, and access lists, which new files would inherit."""
+    try:
+        names = os.listxattr(folder)
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            return
+        raise
+    for name in names:
+        if name.startswith(("user.", "system.posix_acl_")):
+            os.removexattr(folder, name)
+
+
 def wipe(folder: int, *, depth: int = 0) -> None:
     """Empty a folder; other file systems in it stay untouched, with the folders that lead to them."""
     if depth > MAX_DEPTH:

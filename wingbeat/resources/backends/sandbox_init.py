@@ -7,7 +7,8 @@ does, whose process descriptor it holds: another process may have inherited the 
 
 What it withstands: commands of its box run under the same user. It cannot be traced and its memory and files cannot
 be opened by them (``PR_SET_DUMPABLE``); in a process namespace of its own it is process 1, which signals from
-inside do not reach; and it is in none of the box's control groups, so that no limit of the box stops it.
+inside do not reach, nor calls that change another process (``sandbox_guard``); and it is in none of the box's control
+groups, so that no limit of the box stops it.
 
 A message is a line of decimal lengths, then as many fields; the first field is the request's number.
 """
@@ -27,14 +28,12 @@ import time
 SIGINT, SIGKILL, SIGPIPE, SIGCHLD, SIGSTOP, SIGXFSZ = 2, 9, 13, 17, 19, 25
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
-JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
-"""The number of ``keyctl``, whose operation 1 this is; libc has no function for it."""
-
 if __package__:
     from wingbeat.resources.backends import sandbox_files as files
-else:  # inside a box, where it has a neighbour and no package
+    from wingbeat.resources.backends import sandbox_guard as guard
+else:  # inside a box, where it has neighbours and no package
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-    files = __import__("sandbox_files")
+    files, guard = __import__("sandbox_files"), __import__("sandbox_guard")
 
 READ_BYTES = 65536
 MAX_POLL_S = 3600.0
@@ -99,14 +98,14 @@ class Init:
         self.isolated = isolated
         """Whether all processes that it can see are this box's: then ``kill(-1)`` ends them at once."""
         self.libc = ctypes.CDLL(None)
+        self.filter = guard.Filter(os.uname().machine)
+        guard.go_first()
         self.libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if isolated:
             if os.getpid() != 1:
                 raise SystemExit("isolated: expected to be process 1 of its own namespace")
-            join = JOIN_SESSION_KEYRING.get(os.uname().machine)
-            if join is not None:  # the owner's keys are none of the box's
-                self.libc.syscall(join, 1, 0, 0, 0, 0)
+            guard.join_own_keyring(self.libc)
             self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # bwrap waits for this process, and is its name outside
         self.is_over = False
         self.poll = select.poll()
@@ -117,8 +116,8 @@ class Init:
         self.buffer = bytearray()
         self.at = ""
         self.root = -1
-        self.mode = 0
-        self.scratch: list[str] = []
+        self.modes: dict[str, int] = {}
+        """Of the folders that can be written: the working folder, then the others."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.nofile = min(hard, 4096)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, self.nofile), hard))
@@ -200,9 +199,9 @@ class Init:
     def do_open(self, _: bytes, rest: list[bytes]) -> list[bytes]:
         """The working folder, then what else can be written, then path and text of each file."""
         self.at, count = os.fsdecode(rest[0]), int(rest[1])
-        self.scratch = [os.fsdecode(path) for path in rest[2 : 2 + count]]
         self.root = os.open(self.at, os.O_PATH | os.O_DIRECTORY)
-        self.mode = stat.S_IMODE(os.fstat(self.root).st_mode)
+        for path in (self.at, *map(os.fsdecode, rest[2 : 2 + count])):
+            self.modes[path] = stat.S_IMODE(os.stat(path).st_mode)
         self.write_all(rest[2 + count :])
         return []
 
@@ -213,15 +212,17 @@ class Init:
     def do_reset(self, _: bytes, rest: list[bytes]) -> list[bytes]:
         """As new: no processes, no files but those given, nothing left in the kernel."""
         self.end_all()
-        os.chmod(self.at, self.mode)
-        for path in [self.at, *self.scratch]:
+        for path, mode in self.modes.items():
+            os.chmod(path, mode)
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 files.wipe(fd)
+                files.strip(fd)
+                os.fchmod(fd, mode)
             finally:
                 os.close(fd)
         if self.isolated:
-            check_kernel_objects()
+            guard.check_kernel_objects()
         self.write_all(rest)
         return []
 
@@ -297,16 +298,19 @@ class Init:
         """
         where, status, *ends = fds
         code = 125
+        fault = b"it ended before its start"
         try:
             os.setsid()
             for fd in self.entries:
                 os.write(fd, b"0")
             for name, value in limits.items():
                 if value >= 0:
-                    resource.setrlimit(name, (value, value + 1 if name == resource.RLIMIT_CPU else value))
+                    guard.take_limit(name, value)
             self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+            if self.isolated:
+                self.filter.hold(self.libc)
             os.fchdir(where)
             os.umask(0o022)
             for number, fd in enumerate(ends):
@@ -317,11 +321,13 @@ class Init:
             os.execvpe(argv[0], argv, env)
         except OSError as error:
             if code == 125:
-                os.write(status, os.fsencode(str(error)))
+                fault = os.fsencode(str(error))
             elif error.errno in (errno.ENOENT, errno.ENOTDIR):
                 code = 127
             os.write(2, argv[0] + b": " + os.fsencode(error.strerror or "cannot be executed") + b"\n")
         finally:
+            if code == 125:
+                os.write(status, fault)
             os._exit(code)
 
     # what comes of commands
@@ -377,16 +383,8 @@ class Init:
             self.send([run.number, b"failed", fault])
             return
         code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-        facts = f"{code} {seconds:.6f} {int(run.truncated)} {int(self.is_full())} {run.stopped_by}".encode()
+        facts = f"{code} {seconds:.6f} {int(run.truncated)} {int(files.is_full(self.modes))} {run.stopped_by}".encode()
         self.send([run.number, b"ok", facts, *(bytes(kept) for _, kept in outputs)])
-
-    def is_full(self) -> bool:
-        """Whether a place that can be written has no room left."""
-        for path in [self.at, *self.scratch]:
-            room = os.statvfs(path)
-            if room.f_bavail * room.f_bsize < 4096 * 2 or (room.f_files and room.f_favail == 0):
-                return True
-        return False
 
     def stop(self, run: Run, reason: str) -> None:
         """End a command with all that it started.
@@ -428,23 +426,6 @@ class Init:
             run = self.runs.pop(pid, None)
             if run is not None:
                 self.finish(run, status)
-
-
-def check_kernel_objects() -> None:
-    """Raises OSError for what outlives processes and files: a box that left such is not used again."""
-    for kind in ("shm", "sem", "msg"):
-        path = f"/proc/sysvipc/{kind}"
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                if len(file.readlines()) > 1:
-                    raise OSError(errno.EBUSY, f"System V {kind} objects were left behind")
-    if os.path.isdir("/dev/mqueue") and os.listdir("/dev/mqueue"):
-        raise OSError(errno.EBUSY, "message queues were left behind")
-    if os.path.exists("/proc/keys"):
-        with open("/proc/keys", "rb") as file:
-            keys = [line.split() for line in file]
-            if any(key[7] != b"keyring" or key[8][:1] not in b"_." for key in keys):
-                raise OSError(errno.EBUSY, "keys were left in the kernel's keyring")
 
 
 def main() -> None:
