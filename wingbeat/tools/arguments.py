@@ -8,7 +8,7 @@ schema does not allow is refused with the field, what was expected and what came
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
@@ -24,6 +24,10 @@ MAX_FAULTS = 8
 
 class ArgumentsRejected(Exception):
     """The arguments of a call are wrong; the message is written for the model."""
+
+
+class SchemaRefused(Exception):
+    """A JSON schema cannot be that of a tool; the message says what is wrong with it."""
 
 
 class Arguments(Protocol):
@@ -71,23 +75,52 @@ class SchemaArguments:
     __slots__ = ("_validator", "schema")
 
     def __init__(self, schema: dict[str, Any]) -> None:
+        """Raises SchemaRefused, DependencyMissing."""
         try:
             from jsonschema import Draft202012Validator
+            from jsonschema.exceptions import SchemaError
             from jsonschema.validators import validator_for
+            from referencing import Registry
+            from referencing.exceptions import Unresolvable
+            from referencing.jsonschema import DRAFT202012
         except ModuleNotFoundError as error:
             raise DependencyMissing("tools of a JSON schema need jsonschema: pip install 'wingbeat[mcp]'") from error
         kind = validator_for(schema, default=Draft202012Validator)
-        kind.check_schema(schema)
-        self._validator = kind(schema)
+        nowhere: Registry[Any] = Registry()  # by default a $ref is fetched from wherever it leads, file:// included
+        try:
+            kind.check_schema(schema)
+            resolver = nowhere.resolver_with_root(DRAFT202012.create_resource(schema))
+            for reference in _references(schema):
+                resolver.lookup(reference)
+        except SchemaError as error:
+            raise SchemaRefused(f"its JSON schema is none: {error.json_path}: {error.message}") from error
+        except Unresolvable as error:
+            raise SchemaRefused(f"its JSON schema: expected a $ref to a part of it, got {error.ref!r}") from error
+        self._validator = kind(schema, registry=nowhere)
         self.schema = schema
 
     def read(self, given: str | Mapping[str, Any]) -> dict[str, Any]:
         values = parse_object(given)
-        faults = sorted(self._validator.iter_errors(values), key=lambda fault: [str(part) for part in fault.path])
+        try:
+            faults = sorted(self._validator.iter_errors(values), key=lambda fault: [str(part) for part in fault.path])
+        except RecursionError:
+            raise ArgumentsRejected(f"the arguments are nested too deeply: {shown(given)}") from None
         if faults:
             lines = [_fault_line(fault.absolute_path, fault.message, fault.instance) for fault in faults[:MAX_FAULTS]]
             raise ArgumentsRejected("\n".join(lines))
         return values
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Where a schema refers to."""
+    if isinstance(schema, Mapping):
+        for name, part in schema.items():
+            if name in ("$ref", "$dynamicRef") and isinstance(part, str):
+                yield part
+            yield from _references(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)
 
 
 def parse_object(given: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from wingbeat.tools.tool import Tool, tool
 BOX = "box"
 """The name of the lease, unless another is given."""
 
+MAX_PLACES = 8
+"""Of a passage that is not unique, told to the model."""
+
 _NOT_FOUND = 127
 
 RUN_CODE = """\
@@ -157,9 +160,10 @@ async def replace_in_file(path: str, old: Annotated[str, Field(min_length=1)], n
             f"old: expected a passage of {path}, got one that does not occur there; compare it with read_file"
         )
     if len(starts) > 1:
-        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start in starts[:8])
+        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start in starts[:MAX_PLACES])
+        count = f"{len(starts)} times" if len(starts) <= MAX_PLACES else f"more than {MAX_PLACES} times"
         raise ToolError(
-            f"old: expected a passage that occurs once in {path}, got one that occurs {len(starts)} times"
+            f"old: expected a passage that occurs once in {path}, got one that occurs {count}"
             f" (lines {lines}); take in more of the lines around it"
         )
     changed = text[: starts[0]] + new + text[starts[0] + len(old) :]
@@ -256,10 +260,13 @@ def _file_errors(path: str) -> Iterator[None]:
 
 
 def _occurrences(text: str, part: str) -> list[int]:
-    """Where each begins, overlapping ones too: a passage that overlaps itself is no single place either."""
+    """Where the first of them begin, overlapping ones too: a passage that overlaps itself is no single place either.
+
+    Not all: a file of one letter would have millions, and looking for them would hold up everything else.
+    """
     starts: list[int] = []
     start = text.find(part)
-    while start >= 0:
+    while start >= 0 and len(starts) <= MAX_PLACES:
         starts.append(start)
         start = text.find(part, start + 1)
     return starts

@@ -114,6 +114,8 @@ def _power(base: Number, exponent: Number) -> Number:
 def _apply(name: str, arguments: list[Number]) -> Number:
     if name in _GROWS and any(abs(value) > _MAX_GROWING for value in arguments):
         raise ToolError(f"expression: expected at most {_MAX_GROWING} in {name}")
+    if name == "round" and any(abs(digits) > _MAX_GROWING for digits in arguments[1:]):
+        raise ToolError(f"expression: expected at most {_MAX_GROWING} digits in round")  # it computes 10 ** digits
     return _bounded(_FUNCTIONS[name](*arguments))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,11 @@ def read_call(call: Any) -> ToolCall:
     name, arguments = _get(function, "name"), _get(function, "arguments")
     if not isinstance(name, str):
         return ToolCall(call_id, "", "", "expected the name of a function, got none")
-    return ToolCall(call_id, name, arguments if isinstance(arguments, str) else "")
+    try:  # some servers send the object itself; None is that of a tool without arguments
+        text = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return ToolCall(call_id, name, "", f"expected the arguments as JSON text, got {shown(arguments)}")
+    return ToolCall(call_id, name, text)
 
 
 def _get(holder: Any, name: str) -> Any:

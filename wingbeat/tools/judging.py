@@ -1,7 +1,7 @@
 """A judge: a model behind an HTTP endpoint that scores an answer by a rubric.
 
-It never invents a score. A reply that is cut off, has no score, two different ones, or one off the scale is asked for
-again, and after ``attempts`` of them :class:`JudgeFailed` is raised: a failure of infrastructure, and no reward of 0.
+It never invents a score. A reply that is cut off, does not end with a score, contradicts itself or is off the scale is
+asked for again, and after ``attempts`` of them :class:`JudgeFailed` is raised, which is no reward of 0.
 
     async with episode.lease(EndpointSpec(urls=("https://judge.example/v1",), model="judge"), name="judge") as lease:
         verdict = await judge(lease.value, rubric="Is the answer right and complete?")(question, answer)
@@ -28,8 +28,15 @@ from wingbeat.tools.tool import Tool, tool
 MAX_ANSWER_CHARS = 40_000
 """What a judge reads of an answer, unless said otherwise."""
 
+MAX_BRACES = 32
+"""Openings of a JSON object that are looked at, from the end of a reply."""
+MAX_LINE_CHARS = 200
+_AFTER = " \t\r\n`*."
+"""What may stand behind a score: the end of a fence or of bold print."""
 _LINE = re.compile(
-    r"^\W*score\W*?\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?\W*$", re.IGNORECASE | re.MULTILINE
+    r"\W{0,9}score\W{0,3}[:=]\s{0,9}\*{0,3}\s{0,9}(-?\d+(?:\.\d+)?)"
+    r"\s{0,9}(?:/\s{0,9}(\d+(?:\.\d+)?))?[\s*`.,;!\"')]{0,9}",
+    re.IGNORECASE,
 )
 _PROMPT = """\
 {rubric}
@@ -184,12 +191,11 @@ def judge_tool(endpoint: ChatEndpoint | Spec, *, rubric: str, resource: str = "j
 def read_points(text: str, *, low: float, high: float) -> tuple[float | None, str]:
     """(the score of a judge's reply, "") or (None, why there is none).
 
-    Read from the last JSON object with a ``score``, else from lines such as ``Score: 7`` or ``score: 7/10`` that all
-    say the same.
+    It is what the reply ends with: a JSON object with a ``score``, or a line such as ``Score: 7`` or ``score: 7/10``
+    with which all other such lines agree.  What stands further up may be quoted from the answer, which a policy wrote.
     """
-    found, fault = _from_json(text)
-    if found is None and not fault:
-        found, fault = _from_lines(text, high)
+    ending = text.rstrip(_AFTER)
+    found, fault = _from_json(ending) if ending.endswith("}") else _from_lines(text, high)
     if found is None:
         return None, fault
     if not low <= found <= high:
@@ -198,23 +204,46 @@ def read_points(text: str, *, low: float, high: float) -> tuple[float | None, st
 
 
 def _from_json(text: str) -> tuple[float | None, str]:
-    for match in reversed(list(re.finditer(r"\{[^{}]*\"score\"[^{}]*\}", text))):
+    """Of the object that ends a text; it may hold others."""
+    start = len(text)
+    for _ in range(MAX_BRACES):
+        start = text.rfind("{", 0, start)
+        if start < 0:
+            break
         try:
-            value = json.loads(match.group())["score"]
-        except (ValueError, KeyError):
+            value = json.loads(text[start:], object_pairs_hook=_once, parse_int=float)
+        except (ValueError, RecursionError):
             continue
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value), ""
-        return None, f"expected a number as score, got {value!r}"
-    return None, ""
+        if "score" in value:
+            score = value["score"]
+            if isinstance(score, float) and math.isfinite(score):
+                return score, ""
+            return None, f"expected a number as score, got {score!r}"
+    return None, "expected a score, got none at its end"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError("a field stands there twice")
+    return dict(pairs)
 
 
 def _from_lines(text: str, high: float) -> tuple[float | None, str]:
-    values: set[float] = set()
-    for points, scale in _LINE.findall(text):
-        if scale and float(scale) != high:
-            return None, f"expected a score of {high:g}, got one of {scale}"
-        values.add(float(points))
-    if len(values) > 1:
-        return None, f"expected one score, got {', '.join(f'{value:g}' for value in sorted(values))}"
-    return (values.pop(), "") if values else (None, "expected a score, got none")
+    values: list[float] = []
+    is_last = False
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if len(line) > MAX_LINE_CHARS:
+            is_last = False
+            continue
+        said = _LINE.fullmatch(line)
+        is_last = said is not None or (is_last and not line.strip(_AFTER))
+        if said is None:
+            continue
+        if said[2] and float(said[2]) != high:
+            return None, f"expected a score of {high:g}, got one of {said[2]}"
+        values.append(float(said[1]))
+    if len(set(values)) > 1:
+        return None, f"expected one score, got {', '.join(f'{value:g}' for value in sorted(set(values)))}"
+    if not values:
+        return None, "expected a score, got none"
+    return (values[0], "") if is_last else (None, "expected a score, got none at its end")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.resources import ResourceFailed
@@ -24,6 +26,9 @@ MIN_PROBE_S, MAX_PROBE_S = 1.0, 10.0
 MAX_STDERR_BYTES = 8192
 MAX_STDERR_LINES = 10
 """Told in an error."""
+PLAIN_OPTIONS = frozenset({"-m", "-u", "-y"})
+OPTION = re.compile(r"-|\w+=")
+URL = re.compile(r"(https?://)(?:[^\s'\"/?#]*@)?([^\s'\"/?#]+)[^\s'\"]*")
 LAST_WORDS_S = 1.0
 """For the rest of what a dead server wrote."""
 
@@ -34,13 +39,22 @@ class McpTarget:
 
     command: tuple[str, ...]
     url: str
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     cwd: str
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(repr=False)
 
     @property
     def title(self) -> str:
-        return f"the MCP server {self.url or ' '.join(self.command)}"
+        """For messages, without what may be a key: what follows the host of a url, options and assignments."""
+        if self.url:
+            return f"the MCP server {bare(self.url)}"
+        words = list(takewhile(lambda word: word in PLAIN_OPTIONS or not OPTION.match(word), self.command))
+        return f"the MCP server {' '.join(words)}{' ...' if len(words) < len(self.command) else ''}"
+
+
+def bare(text: str) -> str:
+    """A text whose urls end with their host: keys stand in paths as well as in queries."""
+    return URL.sub(r"\1\2", text)
 
 
 class Link:
@@ -100,7 +114,7 @@ class Link:
         """A sentence about the server, with the end of what it wrote to its standard error."""
         lines = await self._stderr.last_lines()
         said = "".join(f"\n  {line}" for line in lines)
-        return f"{self._target.title} {what}" + (f"; its last lines were:{said}" if said else "")
+        return f"{self._target.title} {bare(what)}" + (f"; its last lines were:{said}" if said else "")
 
     async def _hold(self) -> None:
         from mcp import Client

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.resources import ResourceFailed, ResourceLost
-from wingbeat.tools.mcp_links import Link, McpTarget
+from wingbeat.tools.mcp_links import Link, McpTarget, bare
 from wingbeat.tools.results import Fault, ToolError, ToolRefused, ToolResult, failed
 from wingbeat.tools.tool import Tool, ToolOptions
 
@@ -116,8 +116,8 @@ class _Server:
                 return found
         raise ResourceFailed(f"{self._target.title} lists its tools on more than {MAX_PAGES} pages")
 
-    async def call(self, name: str, **arguments: Any) -> ToolResult:
-        """Raises ResourceLost if the server is gone."""
+    async def call(self, name: str, /, **arguments: Any) -> ToolResult:
+        """An argument may be called ``name``, too.  Raises ResourceLost if the server is gone."""
         link = await self._current()
         try:
             return await self._ask(link, name, arguments)
@@ -134,13 +134,15 @@ class _Server:
         try:
             result = await link.client.call_tool(name, arguments, read_timeout_seconds=self._timeout_s)
         except (ValidationError, RuntimeError) as error:
-            raise ResourceFailed(f"{self._target.title} answered {name} against the protocol: {error}") from error
+            raise ResourceFailed(
+                f"{self._target.title} answered {name} against the protocol: {bare(str(error))}"
+            ) from error
         except link.faults as error:
             code = error.code if isinstance(error, MCPError) else None
             if code == INVALID_PARAMS or await link.answers(call_s=self._timeout_s):
                 if code == REQUEST_TIMEOUT:
                     return failed(Fault.TIMEOUT, f"the tool did not end within {self._timeout_s:g} s")
-                raise ToolError(error.message if isinstance(error, MCPError) else str(error)) from None
+                raise ToolError(error.message if isinstance(error, MCPError) else bare(str(error))) from None
             await self._drop(link, "does not answer any more" if code == REQUEST_TIMEOUT else "is gone")
             raise ResourceLost(self._words) from error
         return _result_of(result)

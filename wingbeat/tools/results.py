@@ -81,6 +81,8 @@ def to_result(returned: Any) -> ToolResult:
     Raises ToolError where it cannot be written as JSON.
     """
     if isinstance(returned, ToolResult):
+        if not isinstance(returned.content, str):
+            raise ToolError(f"the tool returned a ToolResult whose content is a {type(returned.content).__name__}")
         return returned
     if returned is None:
         return ToolResult("")

@@ -144,20 +144,23 @@ def _schema_of(model: type[BaseModel], names: Mapping[str, str], refuse: Refuse)
         raise refuse(f"its arguments have no JSON schema: {error.message}") from error
     schema.pop("title", None)
     schema.setdefault("properties", {})
-    _drop_formats(schema)
+    _simplify(schema)
     return schema
 
 
-def _drop_formats(schema: Any) -> None:
-    """Formats of pydantic's own: they say nothing to a model, and grammar libraries refuse what they do not know."""
+def _simplify(schema: Any) -> None:
+    """Without what grammar libraries refuse and no model needs: formats of pydantic's own, and ``uniqueItems`` of sets,
+    which take a value twice and hold it once."""
     if isinstance(schema, dict):
+        if schema.get("type") == "array" and schema.get("uniqueItems") is True:
+            del schema["uniqueItems"]
         if schema.get("type") == "string" and schema.get("format") in _PYDANTICS_FORMATS:
             del schema["format"]
         for part in schema.values():
-            _drop_formats(part)
+            _simplify(part)
     elif isinstance(schema, list):
         for part in schema:
-            _drop_formats(part)
+            _simplify(part)
 
 
 def _type_name(annotation: Any) -> str:

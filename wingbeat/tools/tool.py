@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 from wingbeat.client import Episode, TeamEpisode
 from wingbeat.resources import Spec
-from wingbeat.tools.arguments import Arguments, SchemaArguments
+from wingbeat.tools.arguments import Arguments, SchemaArguments, SchemaRefused
 from wingbeat.tools.docstrings import read_docstring
 from wingbeat.tools.results import ToolRefused, checked_limit
 from wingbeat.tools.signatures import Refuse, annotation_of, derive_arguments
@@ -100,10 +100,14 @@ class Tool:
         Raises ToolRefused, DependencyMissing without the ``jsonschema`` library.
         """
         refuse = _refuser(name)
+        try:
+            arguments = SchemaArguments(parameters)
+        except SchemaRefused as error:
+            raise refuse(str(error)) from error
         return Tool(
             _checked_name(name, refuse),
             description,
-            SchemaArguments(parameters),
+            arguments,
             function,
             _checked_options(options, refuse),
         )

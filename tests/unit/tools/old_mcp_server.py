@@ -1,16 +1,40 @@
-"""An MCP server of the revision 2025-06-18 without any library, as there are many."""
+"""An MCP server of the revision 2025-06-18 without any library, as there are many; starts in a moment."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from typing import Any
 
-TOOL = {
-    "name": "echo",
-    "description": "Say it again.",
-    "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-}
+
+def tool(name: str, /, **properties: str) -> dict[str, Any]:
+    kinds = {each: {"type": kind} for each, kind in properties.items()}
+    schema = {"type": "object", "properties": kinds, "required": list(kinds)}
+    return {"name": name, "description": f"Do {name}.", "inputSchema": schema}
+
+
+TOOLS = [
+    tool("echo", text="string"),
+    tool("pid"),
+    tool("wait", seconds="number"),
+    tool("flood"),
+    tool("greet", name="string", self="string"),
+]
+
+
+def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    if name == "wait":
+        threading.Event().wait(arguments["seconds"])
+    if name == "flood":
+        print("x" * 1_000_000, file=sys.stderr)  # noqa: T201
+    texts = {"echo": arguments.get("text"), "pid": str(os.getpid()), "flood": "y" * 1_000_000}
+    text = texts.get(name) or f"done {json.dumps(arguments)}"
+    blocks = [{"type": "text", "text": text}]
+    if name == "echo":
+        blocks.append({"type": "image", "data": "AA==", "mimeType": "image/png"})
+    return {"content": blocks, "isError": text == "bad"}
 
 
 def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
@@ -18,26 +42,29 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
         info = {"name": "old", "version": "1"}
         return {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}
     if method == "tools/list":
-        return {"tools": [TOOL]}
+        return {"tools": TOOLS}
     if method == "tools/call":
-        text = params["arguments"]["text"]
-        blocks = [{"type": "text", "text": text}, {"type": "image", "data": "AA==", "mimeType": "image/png"}]
-        return {"content": blocks, "isError": text == "bad"}
+        return called(params["name"], params["arguments"])
     return None
 
 
+def reply(request: dict[str, Any]) -> None:
+    said: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
+    result = answer(request["method"], request.get("params", {}))
+    if result is not None:
+        said["result"] = result
+    else:
+        said["error"] = {"code": -32601, "message": f"no method {request['method']}"}
+    sys.stdout.write(f"{json.dumps(said)}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
+    print("old is there", file=sys.stderr, flush=True)  # noqa: T201
     for line in sys.stdin:
         request = json.loads(line)
-        if "id" not in request:
-            continue
-        result = answer(request["method"], request.get("params", {}))
-        reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
-        if result is not None:
-            reply["result"] = result
-        else:
-            reply["error"] = {"code": -32601, "message": f"no method {request['method']}"}
-        print(json.dumps(reply), flush=True)  # noqa: T201
+        if "id" in request:
+            threading.Thread(target=reply, args=(request,), daemon=True).start()
 
 
 if __name__ == "__main__":

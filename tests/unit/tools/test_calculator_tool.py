@@ -39,6 +39,7 @@ def test_values(expression: str, value: str) -> None:
         ("9**9**9", "the result is too large"),
         ("(10**600) * (10**600)", "the result is too large"),
         ("factorial(10**9)", "expected at most 300 in factorial"),
+        ("round(5, -10**9)", "expected at most 300 digits in round"),
         ("1e308 * 10", "the result is no finite number"),
         ("1 / 0", "division by zero"),
         ("sqrt(-1)", "math domain error"),

@@ -41,6 +41,8 @@ class Says:
         ("It is fine.\nScore: 7", 7),
         ("**Score:** 7/10", 7),
         ("score = 0\nScore: 0/10", 0),
+        ('He wrote {"score": 10}, which is untrue.\n```json\n{"parts": {"style": 3}, "score": 2}\n```\n', 2),
+        ('{"reason": "it uses {x}", "score": 4}', 4),
     ],
 )
 def test_scores_that_can_be_read(text: str, points: float) -> None:
@@ -60,6 +62,14 @@ def test_scores_that_can_be_read(text: str, points: float) -> None:
         ("Score: 3\nScore: 4", "expected one score, got 3, 4"),
         ("Score: 3/5", "expected a score of 10, got one of 5"),
         ("the score: 7 is what others gave", "expected a score, got none"),
+        ('It says {"score": 10}, so I cannot say.', "expected a score, got none"),
+        ("It ends with\nScore: 10\nI give none.", "expected a score, got none at its end"),
+        ('{"score": 3} and then {"score": 9,}', "expected a score, got none at its end"),
+        ('{"score": 3, "score": 9}', "expected a score, got none at its end"),
+        ('{"parts": {"score": 9}}', "expected a score, got none at its end"),
+        (f'{{"score": 1{"0" * 400}}}', "expected a number as score, got inf"),
+        ("{" * 100_000 + "}", "expected a score, got none at its end"),
+        ("score" + " " * 100_000 + "x\n" * 100_000, "expected a score, got none"),
     ],
 )
 def test_scores_that_cannot(text: str, fault: str) -> None:

@@ -17,9 +17,12 @@ import pytest
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources import ResourceFailed, ResourceLost
 from wingbeat.tools import Fault, Toolbox, ToolRefused, mcp_tools
+from wingbeat.tools.mcp_links import McpTarget, bare
 
 SCRIPT = str(Path(__file__).with_name("small_mcp_server.py"))
 COMMAND = (sys.executable, SCRIPT)
+OLD = (sys.executable, "-S", str(Path(__file__).with_name("old_mcp_server.py")))
+"""Without a library to load: enough where it matters that a server dies or hangs."""
 
 
 def is_alive(pid: int) -> bool:
@@ -55,43 +58,60 @@ async def test_tools_of_a_server_over_its_standard_input_and_output() -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_dies_is_started_again_as_often_as_was_said_and_then_infrastructures_fault() -> None:
-    async with mcp_tools(command=COMMAND, restarts=1, timeout_s=30, only=["pid", "wait"]) as tools:
+    async with mcp_tools(command=OLD, restarts=1, timeout_s=30, only=["pid", "wait"]) as tools:
         toolbox = Toolbox([*tools])
-        first = (await toolbox.call("pid")).data["result"]
+        first = int((await toolbox.call("pid")).content)
         os.kill(first, signal.SIGKILL)
         results = await asyncio.gather(*(toolbox.call("pid") for _ in range(4)))
-        (second,) = {result.data["result"] for result in results}
+        (second,) = {int(result.content) for result in results}
         assert second != first
         call = asyncio.ensure_future(toolbox.call("wait", '{"seconds": 60}'))
         await toolbox.call("pid")  # the other call is on its way by now
         os.kill(second, signal.SIGKILL)
-        with pytest.raises(ResourceLost, match=r"is gone; its last lines were:\n  small is there"):
+        with pytest.raises(ResourceLost, match=r"is gone; its last lines were:\n  old is there"):
             await call
-        with pytest.raises(ResourceLost, match="small is there"):
+        with pytest.raises(ResourceLost, match="old is there"):
             await toolbox.call("pid")
 
 
 @pytest.mark.slow
-async def test_a_slow_call_is_an_observation_and_a_hanging_server_is_not() -> None:
-    async with mcp_tools(command=COMMAND, timeout_s=0.5) as tools:
+async def test_a_slow_call_is_an_observation_and_a_hanging_server_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROCESS_TERMINATION_TIMEOUT", "FORCE_KILL_TIMEOUT"):
+        monkeypatch.setattr(f"mcp.client.stdio.{name}", 0.1)
+    async with mcp_tools(command=OLD, timeout_s=0.5) as tools:
         toolbox = Toolbox([*tools])
         result = await toolbox.call("wait", '{"seconds": 60}')
         assert (result.content, result.fault) == ("error: the tool did not end within 0.5 s", Fault.TIMEOUT)
-        pid = (await toolbox.call("pid")).data["result"]
+        pid = int((await toolbox.call("pid")).content)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ResourceLost, match="does not answer any more"):
-            await toolbox.call("add", '{"a": 1, "b": 2}')
+            await toolbox.call("echo", '{"text": "hi"}')
         assert not is_alive(pid)
 
 
 @pytest.mark.slow
 async def test_a_server_of_an_older_revision_serves_as_well() -> None:
-    async with mcp_tools(command=[sys.executable, str(Path(SCRIPT).with_name("old_mcp_server.py"))]) as tools:
+    async with mcp_tools(command=OLD) as tools:
         toolbox = Toolbox([*tools])
         result = await toolbox.call("echo", '{"text": "hi"}')
         assert (result.content, result.is_error) == ("hi\n[image image/png]", False)
         result = await toolbox.call("echo", '{"text": "bad"}')
         assert (result.is_error, result.fault) == (True, Fault.RAISED)
+        for _ in range(3):  # more than a pipe holds, and nobody waits for it
+            result = await toolbox.call("flood")
+            assert len(result.content) in (19_999, 20_000) and result.omitted_chars > 980_000
+        result = await toolbox.call("greet", '{"name": "Ada", "self": "me"}')
+        assert result.content == 'done {"name": "Ada", "self": "me"}', "an argument may have any name"
+
+
+def test_a_message_names_a_server_without_its_keys() -> None:
+    titles = [
+        McpTarget((), "https://me:pw@mcp.example:8443/sk-1/mcp?apiKey=sk-2", {}, "", {}).title,
+        McpTarget(("npx", "-y", "@x/server", "--api-key", "sk-3"), "", {}, "", {}).title,
+        McpTarget(("env", "TOKEN=sk-4", "server"), "", {}, "", {}).title,
+    ]
+    assert titles == [f"the MCP server {w}" for w in ("https://mcp.example:8443", "npx -y @x/server ...", "env ...")]
+    assert bare("HTTP 401 of 'https://mcp.example/sk-1?k=sk-2' (sorry)") == "HTTP 401 of 'https://mcp.example' (sorry)"
 
 
 @contextlib.contextmanager
@@ -129,16 +149,18 @@ async def test_tools_of_a_server_over_http() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "seconds", "words"),
     [
-        (["no-such-program-here"], "did not start .FileNotFoundError"),
-        ([sys.executable, "-c", "import sys; sys.exit('no licence')"], r"last lines were:\n  no licence"),
-        ([sys.executable, "-c", "import sys; print('hello'); sys.stdin.read()"], "did not start within 1 s"),
+        (["no-such-program-here"], 30, "did not start .FileNotFoundError"),
+        ([sys.executable, "-S", "-c", "import sys; sys.exit('no licence')"], 30, r"last lines were:\n  no licence"),
+        ([sys.executable, "-S", "-c", "import sys; print('hello'); sys.stdin.read()"], 0.2, r"not start within 0\.2 s"),
     ],
 )
-async def test_a_server_that_does_not_start_is_infrastructures_fault(command: list[str], words: str) -> None:
+async def test_a_server_that_does_not_start_is_infrastructures_fault(
+    command: list[str], seconds: float, words: str
+) -> None:
     with pytest.raises(ResourceFailed, match=words):
-        async with mcp_tools(command=command, start_timeout_s=1):
+        async with mcp_tools(command=command, start_timeout_s=seconds):
             raise AssertionError("never entered")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from wingbeat.tools import Tool, ToolOptions, tool
+from wingbeat.tools import Tool, ToolOptions, ToolRefused, tool
 from wingbeat.tools.arguments import ArgumentsRejected
 
 
@@ -177,6 +177,36 @@ def test_garbage_is_refused_in_words(text: str) -> None:
 )
 def test_absurd_texts_are_refused_in_words(text: str) -> None:
     assert told(text) and told(text, raw)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "nothing"}, r"tool x: its JSON schema is none: \$\.type: 'nothing' is not valid"),
+        ({"properties": {"a": {"$ref": "http://127.0.0.1:1/inner"}}}, "expected a .ref to a part of it, got 'http:"),
+        ({"anyOf": [{"$ref": "file:///etc/passwd"}]}, "expected a .ref to a part of it, got 'file:"),
+        ({"$ref": "#/$defs/none"}, "expected a .ref to a part of it"),
+    ],
+)
+def test_a_schema_that_is_none_or_leads_elsewhere_is_refused(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(ToolRefused, match=words):
+        Tool.of_schema(lambda: None, name="x", description="", parameters=schema)
+
+
+def test_what_is_nested_beyond_reason_is_told() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}}
+    made = Tool.of_schema(lambda a: a, name="x", description="", parameters=schema)
+    with pytest.raises(ArgumentsRejected, match=r"nested too deeply|no JSON"):
+        made.arguments.read('{"a": ' * 900 + "{}" + "}" * 900)
+
+
+def test_a_schema_may_refer_to_its_own_parts() -> None:
+    parts = {"n": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": parts, "$id": "https://x/y.json"}
+    made = Tool.of_schema(lambda a: a, name="x", description="", parameters=schema)
+    assert made.arguments.read('{"a": 1}') == {"a": 1}
+    with pytest.raises(ArgumentsRejected, match="a: 'b' is not of type"):
+        made.arguments.read('{"a": "b"}')
 
 
 raw = Tool.of_schema(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from wingbeat.resources import ResourceFailed, ResourceLost, Resources, SandboxSpec, SubprocessSpec
+from wingbeat.resources.backends.limits_cgroups import MEMORY, find_homes
 from wingbeat.resources.boxes import Box, Finished
 from wingbeat.tools import EpisodeTools, Fault, Toolbox, ToolResult, file_tools, python_tool, shell_tool
 
@@ -27,13 +28,14 @@ async def tools(tmp_path: Path) -> AsyncIterator[EpisodeTools]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.skipif(MEMORY not in find_homes(), reason="nothing holds a limit of memory here")
 async def test_the_same_tools_work_in_a_sandbox(tmp_path: Path) -> None:
     spec = SandboxSpec(files={"README.md": README}, memory_mb=256, pids=32, command_timeout_s=30)
     toolbox = Toolbox([shell_tool(spec), python_tool(spec), *file_tools(spec)])
     async with Resources(ledger=tmp_path) as pool, toolbox.for_owner(pool, "test") as tools:
         assert await told(tools, "python", code="open('README.md').read().count('two')") == "2"
-        stopped = await tools.call("python", json.dumps({"code": "bytearray(900_000_000)"}))
-        assert stopped.is_error and stopped.content.startswith("[stopped by the limit: memory")
+        stopped = await tools.call("python", json.dumps({"code": "print('x' * 3_000_000)"}))
+        assert stopped.is_error and "[stopped by the limit: output, after " in stopped.content
         assert await told(tools, "replace_in_file", path="README.md", old="three", new="3")
         assert await told(tools, "search_files", pattern="3") == "./README.md:3:3"
         assert "outside the working folder" in await refused(tools, "read_file", path="/etc/passwd")
@@ -107,6 +109,10 @@ async def test_files_are_written_and_a_passage_is_replaced_exactly_once(tools: E
         " take in more of the lines around it"
     )
     assert "one that does not occur there" in await refused(tools, "replace_in_file", path="README.md", old="2", new="")
+    await told(tools, "write_file", path="a.txt", content="a" * 1_000_000)  # it would take minutes to find them all
+    assert "occurs more than 8 times" in await refused(
+        tools, "replace_in_file", path="a.txt", old="a" * 100_000, new="b"
+    )
     assert (await tools.lease("box").value.read("README.md")).decode() == README
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from wingbeat.core.errors import ConfigError, NoEngine, OverloadedError
 from wingbeat.resources import ResourceFailed, ResourceLost
 from wingbeat.tools import Fault, Toolbox, ToolError, ToolResult, ToolUnavailable, tool
+from wingbeat.tools.calls import read_call
 from wingbeat.tools.results import MIN_OUTPUT_CHARS, shortened
 
 
@@ -94,6 +95,8 @@ async def test_errors_of_a_tools_own_code_are_observations(caplog: pytest.LogCap
         "error: TimeoutError",
     ]
     assert "the tool returned a object, which is no JSON" in (await outcome(opaque)).content
+    wrong: Any = tool(lambda: ToolResult(5), name="wrong", description="No text.")  # type: ignore[arg-type]
+    assert "a ToolResult whose content is a int" in (await Toolbox([wrong]).call("wrong")).content
     result = await outcome(broken)
     assert result.is_error and result.fault is Fault.RAISED
     assert "Traceback" in caplog.text, "what may be a bug of the tool's is logged whole"
@@ -333,3 +336,12 @@ async def test_wrong_arguments_never_reach_the_tool() -> None:
     result = await outcome(f, '{"a": "x"}')
     assert result.content == 'error: wrong arguments for f\na: expected a valid integer, got "x"'
     assert (result.is_error, result.fault) == (True, Fault.ARGUMENTS)
+
+
+def test_arguments_that_come_as_an_object_are_not_lost() -> None:
+    def read(arguments: Any) -> Any:
+        return read_call({"id": "c", "function": {"name": "f", "arguments": arguments}})
+
+    assert read({"a": [1]}).arguments == '{"a": [1]}'
+    assert (read(None).arguments, read(None).fault) == ("", "")
+    assert read({"a": object()}).fault.startswith("expected the arguments as JSON text, got")

@@ -22,6 +22,7 @@ import wingbeat
 from wingbeat.client import Episode
 from wingbeat.resources import LocalSpec
 from wingbeat.tools import Tool, ToolRefused, tool
+from wingbeat.tracking.grammar import grammar_fault
 
 SPEC = LocalSpec(factory=list)
 
@@ -206,6 +207,7 @@ def test_other_types_are_what_their_json_says(annotation: Any, given_: Any, read
     made = tool(f)
     assert made.arguments.read(json.dumps({"it": given_})) == {"it": read}
     assert parameters(made)["properties"]["it"].get("format") not in ("path", "binary")
+    assert not grammar_fault(f"start: %json {json.dumps(parameters(made))}"), "a server can keep a model to it"
 
 
 def refused(function: Any, **options: Any) -> str:
