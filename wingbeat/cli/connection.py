@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -48,6 +49,19 @@ AdminKeyOption = Annotated[
         envvar=KEY_VARIABLE,
         show_envvar=True,
         help="An admin key, if the server asks for one (better: the env).",
+    ),
+]
+
+JournalOption = Annotated[
+    Path | None,
+    typer.Option(help="With several servers: a folder that lets a successor end what a killed client left."),
+]
+ResourcesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="A resources server to lease from (repeatable), or auto: those that report to the server. Unset: this"
+        " machine's own.",
     ),
 ]
 

@@ -190,8 +190,11 @@ def _on_environment(
     from wingbeat.deploy.evaluating import EvaluationPlan, run_evaluation
 
     require_server("openai")
-    if request.policy is None and server is None:
-        request = request.model_copy(update={"policy": next(iter(config.policies))})
+    if server is None:
+        policy = request.policy or next(iter(config.policies))
+        if policy not in config.policies:
+            raise SetupError(f"--policy: expected one of {', '.join(config.policies)}, got {policy!r}")
+        request = request.model_copy(update={"policy": policy})
     with Console(stderr=True).status("starting") as status:
         plan = EvaluationPlan(
             config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -75,10 +76,22 @@ def scaffold_environment(folder: Path, environment: str) -> None:
     make_played(environment, config.tasks.options)
     title = folder.absolute().name
     data["run"] = {**data["run"], "name": title if _RUN_NAME.fullmatch(title) else "run"}
-    template = files("wingbeat.cli.scaffold").joinpath("environment.md").read_text("utf-8")
     summary = find_kind(environment)[0].summary or "an environment of your own"
+    environment = seen_from(folder, environment)
+    data["tasks"] = {**data["tasks"], "environment": environment}
+    template = files("wingbeat.cli.scaffold").joinpath("environment.md").read_text("utf-8")
     readme = Template(template).substitute(title=title, environment=environment, summary=summary)
     _write(folder, {"config.toml": PRESET_HEAD + dump_tables(data), "README.md": readme})
+
+
+def seen_from(folder: Path, environment: str) -> str:
+    """The same name for a configuration in ``folder``, where a relative ``FILE.py:CLASS`` begins."""
+    from wingbeat.environments.registry import absolute_spec
+
+    file, separator, name = absolute_spec(environment, Path.cwd()).partition(".py:")
+    if not separator or Path(environment.partition(".py:")[0]).is_absolute():
+        return environment
+    return f"{os.path.relpath(file, folder.absolute())}{separator}{name}"
 
 
 def _write(folder: Path, texts: Mapping[str, str]) -> None:

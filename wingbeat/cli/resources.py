@@ -56,6 +56,7 @@ def resources(
     advertise: Annotated[
         str, typer.Option(metavar="URL", help="How clients reach it, for that server; unset: where it listens.")
     ] = "",
+    no_file: Annotated[bool, typer.Option("--no-file", help="Do not read ./config.toml.")] = False,
     address_file: Annotated[
         Path | None, typer.Option(help="Write the address and process id into this file once it serves.")
     ] = None,
@@ -65,7 +66,7 @@ def resources(
     Ctrl-C or SIGTERM: ends all leases, cleans up, and ends.
     """
     require_server()
-    config, folder = _config(arguments or [], host=host, port=port)
+    config, folder = _config(arguments or [], host=host, port=port, no_file=no_file)
     launch_server(
         config,
         folder,
@@ -122,14 +123,14 @@ def launch_server(
     )
 
 
-def _config(arguments: list[str], *, host: str | None, port: int | None) -> tuple[LendingConfig, Path]:
+def _config(arguments: list[str], *, host: str | None, port: int | None, no_file: bool) -> tuple[LendingConfig, Path]:
     """The configuration and its folder.  Raises ConfigError."""
     check_options(arguments)
     overrides = [argument for argument in arguments if argument.startswith("-")]
     files = [Path(argument) for argument in arguments if not argument.startswith("-")]
     if len(files) > 1:
         raise ConfigError(f"expected one configuration file, got {', '.join(map(str, files))}")
-    if not files and CONFIG_FILE.is_file():
+    if not files and not no_file and CONFIG_FILE.is_file():
         files = [CONFIG_FILE]
     overrides += [] if host is None else [f"--resources.host={host}"]
     overrides += [] if port is None else [f"--resources.port={port}"]

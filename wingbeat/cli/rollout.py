@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from wingbeat.cli.connection import (
+    JournalOption,
     KeyOption,
+    ResourcesOption,
     ServersOption,
     certificates_hints,
     keys_by_server,
@@ -40,18 +41,8 @@ def rollout(
     options: OptionsOption = None,
     server: ServersOption = None,
     key: KeyOption = None,
-    journal: Annotated[
-        Path | None,
-        typer.Option(help="With several servers: a folder that lets a successor end what a killed client left."),
-    ] = None,
-    resources: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="A resources server to lease from (repeatable), or auto: those that report to the server. Unset: this"
-            " machine's own.",
-        ),
-    ] = None,
+    journal: JournalOption = None,
+    resources: ResourcesOption = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once in each process.")] = 16,
     processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
     split: Annotated[list[Split] | None, typer.Option(help="Run only these episodes (repeatable).")] = None,

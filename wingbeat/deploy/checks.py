@@ -41,6 +41,8 @@ def check_exposure(config: Config, config_dir: Path, *, resume: Path | None = No
     has_admin = server.admin_key is not None or any(key.role is Role.ADMIN for key in file.read())
     if not has_admin and not is_loopback(server.host):
         raise ConfigError(exposed(server.host, file.path))
+    if not has_admin and config.resources.count and not is_loopback(config.resources.host):
+        raise ConfigError(exposed(config.resources.host, file.path, setting="resources.host"))
     if server.tls_cert is not None and server.tls_key is not None:
         check_certificate(*(config_dir / Path(path).expanduser() for path in (server.tls_cert, server.tls_key)))
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """Between looks at how far the evaluation is."""
+STALL_S = 60.0
+"""Without the end of an episode for so long, an evaluation says what it waits for."""
 
 T = TypeVar("T")
 
@@ -85,8 +87,10 @@ async def _on_own(plan: EvaluationPlan) -> EvaluationOutcome:
             async with supervisor.swarm() as swarm, kept_running(specs) as clients:
                 await put_tasks(swarm, tasks)
                 plan.on_note("evaluating")
-                scoring = _evaluated(swarm, plan)
-                reply = await _unless_broken(scoring, stop, supervisor.wait_failed(), agents_failed(clients))
+                progress = Progress(plan.on_progress)
+                faults = supervisor.wait_failed(), agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
+                scoring = _evaluated(swarm, replace(plan, on_progress=progress))
+                reply = await _unless_broken(scoring, stop, *faults)
                 check_finished(reply, specs[0].log)
     return EvaluationOutcome(reply, run_dir if plan.keep else None)
 
@@ -118,7 +122,10 @@ async def _on_server(plan: EvaluationPlan) -> EvaluationOutcome:
         specs = agent_specs(config, url=plan.server, key=plan.key or "", run_dir=Path(folder))
         specs = [replace(spec, command=[*spec.command, "--split", Split.EVAL.value]) for spec in specs]
         async with AsyncSwarm(plan.server, plan.key, retry_budget_s=10.0) as swarm, kept_running(specs) as clients:
-            reply = await _unless_broken(_evaluated_there(swarm, plan, tasks), stop, agents_failed(clients))
+            progress = Progress(plan.on_progress)
+            scoring = _evaluated_there(swarm, replace(plan, on_progress=progress), tasks)
+            faults = agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
+            reply = await _unless_broken(scoring, stop, *faults)
             check_finished(reply, specs[0].log)
     return EvaluationOutcome(reply, None)
 
@@ -153,6 +160,42 @@ def check_finished(reply: EvaluationReply, log: Path) -> None:
     """Raises WingbeatError where no episode came to its end, with the last words of the agent, whose log goes away."""
     if not reply.num_finished:
         raise WingbeatError(f"none of {reply.num_expected} episodes came to its end; the agent's log ends: {tail(log)}")
+
+
+class Progress:
+    """How far an evaluation is; passes it on."""
+
+    def __init__(self, on_progress: Callable[[EvaluationReply], None]) -> None:
+        self._on_progress = on_progress
+        self.shown = "not begun"
+
+    def __call__(self, reply: EvaluationReply) -> None:
+        self.shown = f"{reply.num_finished} of {reply.num_expected} episodes have ended"
+        self._on_progress(reply)
+
+
+async def tell_stalls(swarm: AsyncSwarm, progress: Progress, log: Path, *, every_s: float = STALL_S) -> SetupError:
+    """Say what an evaluation waits for, while no episode ends: one that hangs would look like a slow one.
+
+    Never returns: whether to wait on is not known here.
+    """
+    before = progress.shown
+    while True:
+        await asyncio.sleep(every_s)
+        if progress.shown == before:
+            try:
+                waits = "; ".join((await swarm.status()).blockers) or "episodes run, and none ends"
+            except WingbeatError as error:
+                waits = error.message
+            logger.warning(
+                "nothing new for %g s (%s): %s; without --server, --agent.episode_timeout_s=SECONDS ends what hangs."
+                " The agent's log ends: %s",
+                every_s,
+                before,
+                waits,
+                tail(log),
+            )
+        before = progress.shown
 
 
 async def _evaluated(swarm: AsyncSwarm, plan: EvaluationPlan) -> EvaluationReply:

@@ -1,4 +1,6 @@
-"""Which processes a server consists of: control, engines, trainers; where they run is a :class:`Place`'s business.
+"""Which processes a server consists of: control, engines, trainers, resources servers.
+
+Where they run is a :class:`Place`'s business.
 
 All are :class:`~wingbeat.deploy.children.Child` s, or have their face.  The number of engines may change at any time.
 """
@@ -8,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from wingbeat.core.config import Config
+from wingbeat.core.config import Config, dump_value
 from wingbeat.core.config.lora_groups import trainer_processes
 from wingbeat.core.errors import SetupError, UnavailableError
 from wingbeat.core.files import write_atomically
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 from wingbeat.deploy.devices import VARIABLE, Needs, assign_devices, needs_of, usable_cores, visible_devices
-from wingbeat.deploy.run_keys import RunKeys
+from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
+from wingbeat.server.keys.file import key_file_path
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +136,18 @@ class Processes:
             needs = needs_of(trainers[0].device, threads=threads, ranks=trainers[0].processes)
             self._start_worker(group, "trainer", name, needs, "--policies", ",".join(policies))
         self.scale_engines(group, engines)
+        for index in range(self._config.resources.count):
+            self._start_resources(group, index)
+
+    def _start_resources(self, group: asyncio.TaskGroup, index: int) -> None:
+        """One resources server; what it is to lend comes as arguments, since it may be on another machine."""
+        name, resources = f"resources-{index}", self._config.resources
+        command = [sys.executable, "-m", "wingbeat.cli", "resources", *lending_arguments(self._config, index=index)]
+        keys = key_file_path(self._config.server.keys_file, runs=self._run_dir.parent)
+        command += ["--key-file", str(keys.absolute()), "--server", self._url]
+        needs = Needs(threads=max(1, math.ceil(resources.cpus or 1)), devices=resources.gpus or 0)
+        spec = self._spec(name, command, self._keys.of_resources)
+        self._run(group, self._place.worker(spec, needs, on_change=self._on_change))
 
     def scale_engines(self, group: asyncio.TaskGroup, wanted: int) -> list[asyncio.Task[None]]:
         """Have so many engines; those that are too many are told to drain and end, which the tasks wait for.
@@ -198,3 +214,20 @@ class Processes:
             write_atomically(self._run_dir / "processes.json", json.dumps(pids).encode())
         except UnavailableError as error:  # a full disk; nobody needs this file to go on
             logger.warning("%s", error)
+
+
+def lending_arguments(config: Config, *, index: int) -> list[str]:
+    """A configuration's ``[resources]`` and ``[server]``, as overrides, without any key in the clear.
+
+    The process runs where there is no configuration file, and takes no default of its own.
+    """
+    port = config.resources.port and config.resources.port + index
+    sections = {
+        "resources": config.resources.model_copy(update={"count": 0, "port": port}),
+        "server": without_plain_keys(config).server,
+    }
+    arguments: list[str] = []
+    for name, section in sections.items():
+        for key, value in section.model_dump(mode="json", exclude_none=True, exclude_defaults=True).items():
+            arguments.append(f"--{name}.{key}={dump_value(value)}")
+    return ["--no-file", *arguments]

@@ -37,6 +37,11 @@ class RunKeys:
         }
 
     @property
+    def of_resources(self) -> Mapping[str, str]:
+        """Environment of a resources server: it reports as a worker, and knows whom control knows."""
+        return {**self.of_control, WORKER_KEY_VARIABLE: self.worker}
+
+    @property
     def of_worker(self) -> Mapping[str, str]:
         """Environment of an engine or a trainer."""
         return {WORKER_KEY_VARIABLE: self.worker}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat.client import AsyncSwarm
+from wingbeat.client.plans import AUTO
 from wingbeat.core.config import Config
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.files import write_atomically
@@ -248,6 +249,7 @@ def agent_specs(config: Config, *, url: str, key: str, run_dir: Path) -> list[Ch
         command = [agent.python or sys.executable, "-m", "wingbeat.cli", "rollout", *what, "--server", url]
         command += [part for source in agent.sources or () for part in ("--source", source)]
         command += ["--concurrency", str(agent.concurrency), "--grace-s", "3"]
+        command += ["--resources", AUTO] if config.resources.count else []
         label = agent.label or (name if config.agents or agent.weight is not None else "")
         command += ["--label", label] if label else []
         for option, value in (

@@ -167,7 +167,7 @@ class TextArenaEnvironment:
         registry: Any = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
         if f"{self._id}-raw" not in registry:
             known = ", ".join(sorted(name.removesuffix("-raw") for name in registry if name.endswith("-v0-raw")))
-            raise ConfigError(f"expected a game of textarena, got {self._id or 'none'!r}; there are: {known}")
+            raise ConfigError(f"expected a game of textarena, got {self._id or 'no name'}; there are: {known}")
 
     def _probe(self) -> int:
         """How many players the game wants; refuses one that cannot be made here, or differs from time to time."""
@@ -177,6 +177,8 @@ class TextArenaEnvironment:
                 first, second = (Match(self._library, self._id, self._options.game, 1, 0, count) for _ in range(2))
                 news = first.news()
             except (*_FAULTS, OSError, ImportError, SyntaxError) as error:
+                if "nltk.download" in str(error):
+                    raise ConfigError(f"{self.name} cannot be used: it needs word lists of NLTK, a download") from error
                 faults.append(f"{count} players: {' '.join(str(error).split())[:200] or type(error).__name__}")
                 continue
             if news != second.news():

@@ -83,7 +83,7 @@ class ToyTextEnvironment:
     def __init__(self, game: str, options: Mapping[str, Any] | None = None) -> None:
         self.name = f"gymnasium:{game}"
         if game not in GAMES:
-            raise ConfigError(f"expected one of gymnasium's {', '.join(GAMES)}, got {game or 'none'!r}")
+            raise ConfigError(f"expected one of gymnasium's {', '.join(GAMES)}, got {game or 'no name'}")
         self._game = GAMES[game]
         self._options = read_options(ToyTextOptions, options or {}, environment=self.name)
         self._library()

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from wingbeat.core.config import Config
+from wingbeat.core.config.lending import load_lending
 from wingbeat.core.deployment import NAME, Requests, Wanted, read_wanted, write_wanted
 from wingbeat.core.errors import SetupError
+from wingbeat.core.keys import WORKER_KEY_VARIABLE
 from wingbeat.deploy.children import ChildSpec, ChildState
 from wingbeat.deploy.devices import VARIABLE, Needs
 from wingbeat.deploy.processes import CONTROL, DRAIN_S, Drain, Kept, OnChange, Processes, ThisMachine
@@ -107,6 +109,32 @@ async def test_a_trainer_for_what_trains_and_as_many_engines_as_are_wanted_now(t
         await processes.stop()
     assert processes.ended.is_set() and not processes.failed.is_set()
     assert len([noted for noted in place.made if noted.spec.name == "engine-1"]) == 1
+
+
+async def test_resources_servers_run_beside_and_are_told_all_but_keys(tmp_path: Path) -> None:
+    place, secret = Notes(), "a secret that nobody reads"
+    data = {
+        "policies": {"solver": {"model": "m", "trainable": False}},
+        "server": {"admin_key": secret, "keys_file": str(tmp_path / "keys.json")},
+        "resources": {"count": 2, "port": 9000, "kinds": ["endpoint"], "cpus": 1.5, "cost": {"judge.a": 3}},
+    }
+    config = Config.model_validate(data)
+    keys = RunKeys.new()
+    processes = Processes(config, run_dir=tmp_path, keys=keys, place=place, drain=unknown)
+    async with asyncio.TaskGroup() as group:
+        processes.start_workers(group, "http://here", engines=0)
+        assert list(processes.all) == ["resources-0", "resources-1"]
+        await processes.stop()
+    for index, made in enumerate(place.made):
+        assert made.needs == Needs(threads=2, devices=0)
+        assert secret not in str(made.spec)
+        assert made.spec.environment[WORKER_KEY_VARIABLE] == keys.worker
+        assert keys.admin not in str(made.spec.environment)
+        assert made.spec.command[-4:] == ["--key-file", str(tmp_path / "keys.json"), "--server", "http://here"]
+        settings = [word for word in made.spec.command if word.startswith(("--resources.", "--server."))]
+        told = load_lending(None, settings)
+        assert told.resources == config.resources.model_copy(update={"count": 0, "port": 9000 + index})
+        assert told.server == config.server.without_keys()
 
 
 async def test_what_is_kept_on_the_cpu_needs_no_device(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from wingbeat.client.blame import explain_failure
 from wingbeat.core.errors import ConfigError
 from wingbeat.core.types import Cause
+from wingbeat.environments.code_repair.actions import act
 from wingbeat.environments.code_repair.index import all_bugs, expected_answers
 from wingbeat.environments.code_repair.judge import read_report, score_box
 from wingbeat.environments.code_repair.mutations import KINDS, mutants
@@ -143,14 +144,24 @@ class FakeBox:
 
     workdir = "/work"
 
-    def __init__(self, *, exit_code: int = 0, report: Mapping[str, Any] | str = "", stopped_by: str | None = None):
-        self.exit_code, self.report, self.stopped_by = exit_code, report, stopped_by
+    def __init__(
+        self,
+        *,
+        exit_code: int = 0,
+        report: Mapping[str, Any] | str = "",
+        stopped_by: str | None = None,
+        has_python: bool = True,
+    ):
+        self.exit_code, self.report, self.stopped_by, self.has_python = exit_code, report, stopped_by, has_python
         self.done: list[str] = []
 
     async def end_processes(self) -> None:
         self.done.append("end")
 
-    async def run(self, command: Sequence[str], *, stdin: bytes, timeout_s: float) -> Finished:
+    async def run(self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Finished:
+        if not stdin:
+            assert command[-1] == "", "only whether it runs"
+            return Finished(0 if self.has_python else 127, b"", b"sh: no python3", 0.1)
         self.done.append("run")
         request = json.loads(stdin)
         assert "expected" not in stdin.decode()
@@ -187,8 +198,9 @@ async def test_only_a_whole_report_of_a_clean_end_counts() -> None:
 
 
 async def test_a_box_without_python_or_without_a_box_is_no_reward() -> None:
-    with pytest.raises(ResourceFailed, match="python3"):
-        await judged(FakeBox(exit_code=127))
+    with pytest.raises(ResourceFailed, match="no python3"):
+        await judged(FakeBox(exit_code=127, has_python=False))
+    assert await judged(FakeBox(exit_code=127)) == 0.0, "an exit code that the code under test has made"
 
     class Lost(FakeBox):
         async def end_processes(self) -> None:
@@ -202,6 +214,47 @@ def test_a_report_is_the_line_with_the_nonce() -> None:
     assert read_report(b'noise\nabc {"a": 1}\n', "abc") == {"a": 1}
     assert read_report(b'xyz {"a": 1}\n', "abc") == {}
     assert read_report(b"\xff\xfe", "abc") == {}
+    assert read_report(b"abc " + b"[" * 200_000, "abc") == {}, "deeper than can be read"
+
+
+async def test_an_action_that_cannot_be_read_is_told() -> None:
+    tools: Any = None
+    for action in ("[" * 200_000, "7", "null", "{}", '{"name"'):
+        result = await act(f"```action\n{action}\n```", tools)
+        assert result.is_error and "expected a JSON object" in result.content
+
+
+def test_a_sandbox_too_small_for_its_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected 0, or at least 128"):
+        make_environment("code-repair", {"memory_mb": 64})
+
+
+async def test_a_repository_that_cannot_be_made_is_no_task() -> None:
+    class Full:
+        async def write(self, path: str, data: bytes) -> None: ...
+
+        async def run(self, command: str, *, env: Mapping[str, str]) -> Finished:
+            return Finished(128, b"", b"fatal: no space", 0.1)
+
+    environment: Any = make_environment("code-repair", {"programs": ["ledger"]})
+    with pytest.raises(ResourceFailed, match="cannot be made: fatal: no space"):
+        await environment.place(environment.tasks("eval")[0], Full())
+
+
+async def test_a_box_without_git_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Plain:
+        async def write(self, path: str, data: bytes) -> None: ...
+
+        async def run(self, command: str, *, env: Mapping[str, str]) -> Finished:
+            assert "git init" in command and env["ANSWERS"].endswith("index.json")
+            return Finished(78, b"", b"", 0.1)
+
+    environment: Any = make_environment("code-repair", {"programs": ["ledger"]})
+    for task in environment.tasks("eval")[:2]:
+        await environment.place(task, Plain())
+    assert [record.message for record in caplog.records] == [
+        "code-repair: there is no git in its boxes, so repositories are plain folders"
+    ]
 
 
 @pytest.mark.slow  # loads the SDK

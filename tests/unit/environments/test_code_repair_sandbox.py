@@ -14,6 +14,7 @@ from wingbeat.environments.code_repair.environment import ANSWERS, CodeRepairEnv
 from wingbeat.environments.code_repair.judge import score_box
 from wingbeat.environments.code_repair.programs import programs
 from wingbeat.resources import Box, Mount, ResourceFailed, Resources
+from wingbeat.resources.backends.limits_cgroups import find_homes
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +22,8 @@ pytestmark = [
 ]
 
 LEDGER = programs()["ledger"]
-ENVIRONMENT = CodeRepairEnvironment({"programs": ["ledger"]})
+GIVEN = {"programs": ["ledger"], "memory_mb": 256 if "memory" in find_homes() else 0}
+ENVIRONMENT = CodeRepairEnvironment(GIVEN)
 TASK = next(task for task in ENVIRONMENT.tasks("train") if task.id.startswith("ledger/account/"))
 
 
@@ -59,7 +61,7 @@ async def test_the_repository_is_one_commit_whose_tests_fail_until_it_is_repaire
 
 
 async def test_a_plain_folder_serves_where_there_is_no_sandbox(pool: Resources) -> None:
-    environment = CodeRepairEnvironment({"programs": ["ledger"], "box": "subprocess"})
+    environment = CodeRepairEnvironment({**GIVEN, "box": "subprocess"})
     async with pool.lease(environment.spec, name="box", owner="test") as lease:
         await environment.place(TASK, lease.value)
         assert await environment.score_box(TASK, lease.value) == 0.0
@@ -104,6 +106,14 @@ for fd in ("/proc/%d/fd/1" % os.getppid(), "/proc/1/fd/1"):
 os._exit(0)
 """
 
+DEEP = """
+import os, sys
+frame = sys._getframe()
+while "request" not in frame.f_locals: frame = frame.f_back
+with open("/proc/%d/fd/1" % os.getppid(), "w") as report:
+    report.write(frame.f_locals["request"]["nonce"] + " " + "[" * 200000 + chr(10))
+"""
+
 MODULE_TRICKS = {
     "sys.exit(0)": "import sys\nsys.exit(0)\n",
     "os._exit(0)": "import os\nos._exit(0)\n",
@@ -116,6 +126,7 @@ MODULE_TRICKS = {
     "always equal": ALWAYS_EQUAL,
     "patches unittest and the runner": PATCHED,
     "forges reports": FORGED,
+    "a report that cannot be read": DEEP,
     "prints the nonce's place": "import sys\nsys.stdout.write('{}')\nraise SystemExit\n",
 }
 SHELL_TRICKS = {
@@ -129,6 +140,7 @@ SHELL_TRICKS = {
     "modules are links": "mv ledger/account.py a && ln -s ../a ledger/account.py",
     "compiled only": "python3 -m compileall -q -b ledger; rm ledger/*.py",
     "python in the way": "printf '#!/bin/sh\\nexit 0\\n' > python3; chmod +x python3; mkdir -p ~/bin; cp python3 ~/bin",
+    "a locked folder": "chmod 000 .",
     "a daemon": "(while :; do cp /dev/null ledger/account.py; done) >/dev/null 2>&1 &",
 }
 
@@ -180,7 +192,7 @@ async def test_an_agent_with_tools_repairs_it(pool: Resources, open_episode: Any
 
 
 async def test_an_agent_without_tools_acts_in_text(pool: Resources, open_episode: Any) -> None:
-    environment = CodeRepairEnvironment({"programs": ["ledger"], "actions": "text", "max_turns": 3})
+    environment = CodeRepairEnvironment({**GIVEN, "actions": "text", "max_turns": 3})
     seen: list[str] = []
 
     def says(body: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +215,7 @@ async def test_an_agent_without_tools_acts_in_text(pool: Resources, open_episode
 
 
 async def test_an_agent_that_does_nothing_earns_nothing(pool: Resources, open_episode: Any) -> None:
-    share = CodeRepairEnvironment({"programs": ["ledger"], "reward": "share"})
+    share = CodeRepairEnvironment({**GIVEN, "reward": "share"})
 
     def says(body: dict[str, Any]) -> dict[str, Any]:
         return {"content": "It looks right to me."}

@@ -86,6 +86,8 @@ def test_options_are_refused_by_name() -> None:
         ("1844", "1845", 0, 0),
         ("I think so.\nAnswer: Caldholm", "Caldholm", 1, 1),
         ("Answer: Ashport\nFinal answer: Caldholm", "Caldholm", 1, 1),
+        ("I think so.\n\n Answer:\n Caldholm", "Caldholm", 1, 1),
+        ("\n" * 100_000 + "Answer: Caldholm", "Caldholm", 1, 1),
         ("x x x x", "x", 0, 0.4),
     ],
 )

@@ -98,6 +98,11 @@ class RayPlace:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
         check_host(config.server.host, own=addresses[own], addresses=set(addresses.values()))
+        if config.resources.count and is_loopback(config.resources.host) and len(set(addresses.values())) > 1:
+            raise SetupError(
+                f"resources.host is {config.resources.host}, by which clients cannot call resources servers on the"
+                " cluster's other nodes: set it to 0.0.0.0, with keys and TLS"
+            )
         self._own_node = own
         self._has_devices = any(node["Resources"].get("GPU") for node in nodes)
 

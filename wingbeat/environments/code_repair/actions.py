@@ -43,7 +43,7 @@ async def act(text: str, tools: Toolbox) -> ToolResult:
     try:
         action = json.loads(block.group(1))
         name, arguments = str(action["name"]), action.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"error: expected a JSON object with name and arguments in the action block ({error})"
         return ToolResult(said, is_error=True)
     return await tools.call(name, arguments if isinstance(arguments, dict) else json.dumps(arguments))

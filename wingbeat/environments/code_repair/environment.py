@@ -7,6 +7,7 @@ episode begins with a fresh sandbox: nothing that one agent did can help another
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,17 +28,22 @@ if TYPE_CHECKING:
     from wingbeat import Episode
     from wingbeat.resources import Box
 
-ANSWERS = str(Path(__file__).with_name("index.json"))
+logger = logging.getLogger("wingbeat.environments")
+
+LEAST_MEMORY_MB = 128
+DISK_MB = 64
+"""Of a sandbox's files."""
+ANSWERS = str(Path(__file__).resolve().with_name("index.json"))
 """What no agent may read; it lies where Wingbeat is installed."""
-SHOWN = 77
-"""Exit code of BEGIN in a box that shows the answers."""
+SHOWN, NO_GIT = 77, 78
+"""Exit codes of BEGIN: the box shows the answers; it has no git, and its files lie in a plain folder."""
 BEGIN = (
     '[ -z "$ANSWERS" ] || [ ! -e "$ANSWERS" ] || exit 77; '
-    "command -v git >/dev/null 2>&1 || exit 0; "
+    "command -v git >/dev/null 2>&1 || exit 78; "
     "git init -q . && git add -A && "
     "git -c user.name=wingbeat -c user.email=wingbeat@localhost commit -q -m 'As it is'"
 )
-"""Makes the folder a git repository with one commit; a box without git has plain files."""
+"""Makes the folder a git repository with one commit."""
 
 
 class CodeRepairOptions(Options):
@@ -61,7 +67,14 @@ class CodeRepairOptions(Options):
     max_turns: int = Field(default=20, ge=1, description="Model calls of an episode.")
     max_tokens: int | None = Field(default=None, ge=1, description="Of a reply; unset: what the policy allows.")
     command_timeout_s: float = Field(default=20.0, gt=0, description="Of one command in the sandbox.")
-    memory_mb: int = Field(default=256, ge=64, description="Of the sandbox.")
+    memory_mb: int = Field(default=256, ge=0, description="Of the sandbox; 0: no limit, where none can be held.")
+
+    @field_validator("memory_mb")
+    @classmethod
+    def _files_fit_into_memory(cls, value: int) -> int:
+        if 0 < value < LEAST_MEMORY_MB:
+            raise ValueError(f"expected 0, or at least {LEAST_MEMORY_MB}: files are kept in memory, too")
+        return value
 
     @field_validator("programs")
     @classmethod
@@ -84,6 +97,7 @@ class CodeRepairEnvironment:
         bugs = chosen_bugs(self.options.programs, self.options.kinds)
         train, heldout = split_bugs(bugs, seed=self.options.seed, held_out=self.options.held_out)
         self._tasks = {"train": tuple(map(to_task, train)), "eval": tuple(map(to_task, heldout))}
+        self._told_no_git = False
         self.spec = box_spec(self.options)
         """What an episode leases."""
         self.toolbox = Toolbox([shell_tool(self.spec), *file_tools(self.spec)])
@@ -105,7 +119,7 @@ class CodeRepairEnvironment:
     async def place(self, task: Task, box: Box) -> None:
         """Put a task's repository into an empty box.
 
-        Raises ResourceFailed for a sandbox in which the answers could be read.
+        Raises ResourceFailed for a sandbox in which the answers could be read, and where git fails.
         """
         for path, text in task.payload["files"].items():
             await box.write(path, text.encode())
@@ -116,6 +130,12 @@ class CodeRepairEnvironment:
                 f"the sandbox shows its agents the answers, at {ANSWERS}; install Wingbeat where sandboxes do not see"
                 " it, such as a virtual environment outside of /usr"
             )
+        if done.exit_code not in (0, NO_GIT):
+            words = (done.stopped_by or done.stderr.decode("utf-8", "replace").strip())[-500:]
+            raise ResourceFailed(f"the repository of {task.id} cannot be made: {words or done.exit_code}")
+        if done.exit_code == NO_GIT and not self._told_no_git:
+            self._told_no_git = True
+            logger.warning("%s: there is no git in its boxes, so repositories are plain folders", self.name)
 
     async def score_box(self, task: Task, box: Box) -> float:
         """The reward of what is in ``box`` now.  Raises ResourceFailed if that cannot be found out."""
@@ -175,9 +195,9 @@ def box_spec(options: CodeRepairOptions) -> BoxSpec:
     shared: dict[str, Any] = {
         "label": SOURCE,
         "env": {"PYTHONDONTWRITEBYTECODE": "1"},
-        "memory_mb": options.memory_mb,
+        "memory_mb": options.memory_mb or None,
         "command_timeout_s": options.command_timeout_s,
     }
     if options.box == "subprocess":
         return SubprocessSpec(network=True, file_mb=64, **shared)
-    return SandboxSpec(pids=64, disk_mb=64, **shared)
+    return SandboxSpec(pids=64, disk_mb=DISK_MB, **shared)

@@ -5,11 +5,11 @@
 It imports nothing of Wingbeat and nothing but the standard library. The request names the agent's working folder,
 the package, the cases' source and names, a nonce and the seconds there are. Of the working folder it takes the
 package's own ``.py`` files and nothing else: no compiled ones, no ``conftest.py`` or ``sitecustomize.py`` beside it,
-no links. Every case runs in a process of its own, which sees neither the request nor this program's output. The
-report is one line: the nonce, and what each case returned or raised.
+no links. Every case runs in a process of its own. The report is one line: the nonce, and what each case returned or
+raised.
 
-It holds no expected values. So the code under test may do what it likes to its own process: it can only win by
-returning what the right program returns.
+It holds no expected values. So the code under test may do what it likes, also to this process and its report: it can
+only win by saying what the right program returns.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def run_case(name, deadline):
         return {"broken": "timeout" if size <= MAX_RESULT_BYTES else "size"}
     try:
         return json.loads(b"".join(chunks))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"broken": "no answer"}
 
 

@@ -29,6 +29,9 @@ SECONDS = 20.0
 START_S = 20.0
 """More than an interpreter needs to begin and end, on a busy machine too."""
 
+PYTHON = ("python3", "-I", "-S", "-B", "-c")
+"""Sees nothing of the folder that it is started in, nor of the user's."""
+
 _NOT_RUN = (126, 127)
 """Exit codes of a command that is not there or cannot be executed."""
 
@@ -61,15 +64,27 @@ async def run_cases(box: Box, program: Program, *, seconds: float) -> Mapping[st
         "seconds": seconds,
         "nonce": nonce,
     }
-    done = await box.run(
-        ["python3", "-I", "-S", "-B", "-c", runner_source()],
-        stdin=json.dumps(request).encode(),
-        timeout_s=seconds + START_S,
-    )
+    try:
+        done = await box.run(
+            [*PYTHON, runner_source()], stdin=json.dumps(request).encode(), timeout_s=seconds + START_S
+        )
+    except PermissionError:  # the agent has locked up its own folder
+        return {}
+    if done.exit_code in _NOT_RUN:
+        await check_python(box)
+    return read_report(done.stdout, nonce) if done.ok else {}
+
+
+async def check_python(box: Box) -> None:
+    """Raises ResourceFailed where a box has no Python.
+
+    Asked apart, with nothing of the agent's running: the exit code of the runner may be the doing of what it ran.
+    """
+    await box.end_processes()
+    done = await box.run([*PYTHON, ""], timeout_s=START_S)
     if done.exit_code in _NOT_RUN:
         words = done.stderr.decode("utf-8", "replace").strip()
         raise ResourceFailed(f"the sandbox cannot run python3, which scoring needs: {words}")
-    return read_report(done.stdout, nonce) if done.ok else {}
 
 
 def read_report(output: bytes, nonce: str) -> Mapping[str, Any]:
@@ -79,7 +94,7 @@ def read_report(output: bytes, nonce: str) -> Mapping[str, Any]:
         if mark == nonce:
             try:
                 answers = json.loads(report)
-            except ValueError:
+            except (ValueError, RecursionError):  # the code under test may have written it
                 return {}
             return answers if isinstance(answers, dict) else {}
     return {}

@@ -17,6 +17,7 @@ def make(options: Mapping[str, Any]) -> Any:
 _TRAINER = {
     "algorithm": "rloo",
     "learning_rate": 1.5e-3,
+    "entropy_coef": 0.01,
     "schedule": "linear",
     "warmup_steps": 5,
     "min_lr_ratio": 0.1,
@@ -30,7 +31,7 @@ KIND = Kind(
     make=without_variant("game", make),
     summary="Nim between two policies, or one and itself; held-out games against random moves",
     preset={
-        "run": {"name": "game", "steps": 150},
+        "run": {"name": "game", "steps": 80},
         "policies": {"left": _PLAYER, "right": _PLAYER},
         "tasks": {"options": {"num_heaps": 2, "max_heap": 5}},
         "eval": {"samples_per_task": 10},

@@ -11,7 +11,7 @@ from collections import Counter
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"^\s*(?:final\s+)?answer\s*:\s*(.+)$", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(r"^[ \t]*(?:final[ \t]+)?answer[ \t]*:\s*(.+)$", re.IGNORECASE | re.MULTILINE)
 
 
 def extract(reply: str) -> str:
