@@ -27,4 +27,5 @@ def test_turns_are_measured_and_the_last_line_is_json() -> None:
 
 def test_bars_are_of_the_parts_that_were_run() -> None:
     assert bars({}) == {}
+    assert bars({"leaked": 0, "throughput_vs_calm": 0.4, "quick": True}) == {"leaked <= 0": True}
     assert bars({"leaked": 1, "throughput_vs_calm": 0.7}) == {"leaked <= 0": False, "throughput_vs_calm >= 0.6": True}

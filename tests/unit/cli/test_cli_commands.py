@@ -325,6 +325,20 @@ def test_init_of_an_environment_writes_what_trains_on_it(cli: CliRunner, tmp_pat
     assert "did you mean calculator?" in refused.stderr
 
 
+def test_init_of_an_environment_of_ones_own_names_its_file_as_the_new_folder_sees_it(
+    cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai")
+    (tmp_path / "own_sums.py").write_text(
+        "from wingbeat.environments import CalculatorEnvironment\n\n\nclass Sums(CalculatorEnvironment):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = cli.invoke(app, ["init", "runs/sums", "--environment", "own_sums.py:Sums"])
+    assert done.exit_code == 0, done.output
+    assert load_config(Path("runs/sums/config.toml")).tasks.environment == "../../own_sums.py:Sums"
+    assert cli.invoke(app, ["train", "runs/sums/config.toml", "--dry-run"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -341,6 +355,7 @@ def test_init_of_an_environment_writes_what_trains_on_it(cli: CliRunner, tmp_pat
         (["eval", "--run.seed=1"], "settings are of the server that --environment starts"),
         (["eval", "--environment", "calculator", "--source", "x"], "--source does not go"),
         (["eval", "--environment", "calculator", "--version", "3"], "--version does not go"),
+        (["eval", "--environment", "calculator", "--policy", "x"], "--policy: expected one of solver, got 'x'"),
         (
             ["eval", "--environment", "calculator", "--server", "http://127.0.0.1:9", "--model", "m"],
             "--model does not go",

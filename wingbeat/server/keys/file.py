@@ -238,10 +238,10 @@ class KeyFile:
             os.close(lock)
 
 
-def exposed(host: str, keys: Path) -> str:
+def exposed(host: str, keys: Path, *, setting: str = "server.host") -> str:
     """What is wrong with a server that listens beyond loopback without an admin key."""
     return (
-        f"server.host = {host!r} is reachable from other machines, and there is no admin key: make one with"
+        f"{setting} = {host!r} is reachable from other machines, and there is no admin key: make one with"
         f" `wingbeat keys create admin --file {keys}`, set server.admin_key, or bind 127.0.0.1"
     )
 

@@ -85,7 +85,7 @@ class Announcer:
         try:
             reply = await transport.send(Call("POST", "/api/resources", body=report, retry=ONE_TRY), ReportReply)
         except WingbeatError as error:
-            if error.message != self._refusal:  # once
+            if error.message != self._refusal and not leaving:  # once
                 logger.warning("%s does not know of this server: %s", self._control, error.message)
             self._refusal = error.message
             return REPORT_EVERY_S

@@ -87,6 +87,8 @@ class Rules:
         if isinstance(spec, KubernetesSpec):
             self._check_image(spec.image)
             _refuse_if(spec.context, "context", "this server has its own cluster: leave it out")
+            believed = self._config.network_policies or not spec.network_policies
+            _refuse_if(not believed, "network_policies", "this cluster has none (resources.network_policies)")
             _refuse_if(spec.service_account, "service_account", "not lent to clients: leave it out")
             allowed = self._config.namespaces
             words = f"{spec.namespace!r} is not lent here, but {', '.join(allowed)} (resources.namespaces)"

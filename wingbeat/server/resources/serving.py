@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -27,6 +28,8 @@ from wingbeat.server.resources.announcing import Announcer
 from wingbeat.server.resources.app import LendingServer
 
 logger = logging.getLogger(__name__)
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 STOP_S = 10
 
@@ -56,7 +59,7 @@ def lending_keys(launch: LendingLaunch) -> KeyRing:
     file.check_present()
     keys = KeyRing.of(launch.server.admin_key, own=launch.own, file=file)
     if keys.is_open and not is_loopback(launch.resources.host):
-        raise SetupError(exposed(launch.resources.host, file.path))
+        raise SetupError(exposed(launch.resources.host, file.path, setting="resources.host"))
     return keys
 
 
@@ -78,7 +81,7 @@ async def serve_lending(launch: LendingLaunch) -> None:
     url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     announcer = Announcer(
         lending.pool,
-        url=launch.advertise or url,
+        url=launch.advertise or reached_by(url, control=launch.control),
         kinds=tuple(config.kinds),
         control=launch.control,
         key=launch.control_key,
@@ -133,3 +136,20 @@ class _Server(AnnouncedServer):
 def _tls(server: ServerConfig) -> ssl.SSLContext | None:
     cert, key = server.tls_cert, server.tls_key
     return None if cert is None or key is None else server_context(Path(cert), Path(key))
+
+
+def reached_by(url: str, *, control: str) -> str:
+    """An address for others: of a server that listens on all addresses, the one by which it reaches ``control``."""
+    parts, other = urlsplit(url), urlsplit(control)
+    if parts.hostname not in EVERY_ADDRESS or not other.hostname:
+        return url
+    family = socket.AF_INET6 if ":" in other.hostname else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((other.hostname, other.port or 1))
+        except OSError as error:
+            raise SetupError(
+                f"--server: cannot find a way to {control}: {error}; name its address with --advertise"
+            ) from None
+        host = probe.getsockname()[0]
+    return parts._replace(netloc=f"{f'[{host}]' if ':' in host else host}:{parts.port}").geturl()
