@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wingbeat.core.errors import ConfigError, UnavailableError
 
@@ -150,6 +150,16 @@ class Spec(_Fields, frozen=True):
     max_uses: Count | None = None
     """Leases that one instance serves."""
 
+    if not TYPE_CHECKING:  # a type checker knows the fields by themselves
+
+        def __init__(self, **fields: Any) -> None:
+            """Raises ConfigError that names what is wrong."""
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                kind = fields.get("kind") or type(self).model_fields["kind"].default
+                raise ConfigError(words_of(error, str(kind))) from None
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.reuse is Reuse.NEVER and self.max_uses not in (None, 1):
@@ -172,7 +182,7 @@ class Spec(_Fields, frozen=True):
         """Another spec, checked like the first one: a copy must not keep the key of what it was made from."""
         del deep  # nothing in a spec can be changed
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self).model_validate({**fields, **(update or {})})
+        return type(self)(**{**fields, **(update or {})})
 
     @property
     def title(self) -> str:
@@ -282,3 +292,17 @@ class SandboxSpec(BoxSpec, frozen=True):
     """A bubblewrap sandbox: its own processes, a read-only root, no network."""
 
     kind: Literal["sandbox"] = "sandbox"
+
+
+def words_of(error: ValidationError, kind: str) -> str:
+    """Of a spec that does not validate, on one line."""
+    faults: list[str] = []
+    for fault in error.errors(include_url=False):
+        inner = fault.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):  # of a spec inside, or of this one's own constructor
+            faults.append(inner.message)
+            continue
+        place = ".".join(str(part) for part in fault["loc"] if part != kind)
+        faults.append((f"{place}: " if place else "") + fault["msg"].removeprefix("Value error, "))
+    said = "; ".join(faults)
+    return said if said.startswith("resource kind ") else f"resource kind {kind!r}: {said}"

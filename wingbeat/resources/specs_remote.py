@@ -21,6 +21,7 @@ from wingbeat.resources.specs import (
     Spec,
     SubprocessSpec,
     Texts,
+    words_of,
 )
 
 
@@ -183,12 +184,4 @@ def parse_spec(data: Mapping[str, Any]) -> Spec:
     try:
         return _WIRE.validate_python(dict(data))
     except ValidationError as error:
-        raise ConfigError(_words_of(error, str(kind))) from None
-
-
-def _words_of(error: ValidationError, kind: str) -> str:
-    faults = []
-    for fault in error.errors(include_url=False):
-        place = ".".join(str(part) for part in fault["loc"] if part != kind)
-        faults.append(f"{place or kind}: {fault['msg'].removeprefix('Value error, ')}")
-    return f"resource kind {kind!r}: " + "; ".join(faults)
+        raise ConfigError(words_of(error, str(kind))) from None

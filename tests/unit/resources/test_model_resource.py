@@ -10,9 +10,8 @@ from typing import Any
 import conformance
 import pytest
 from aiohttp import web
-from pydantic import ValidationError
 
-from wingbeat.core.errors import RequestError
+from wingbeat.core.errors import ConfigError, RequestError
 from wingbeat.core.protocol import BeginRequest, FinishRequest
 from wingbeat.core.types import Split
 from wingbeat.resources import Budgets, ModelSpec, ResourceFailed, Resources, Reuse, UnsupportedField
@@ -173,7 +172,7 @@ async def test_what_the_server_refuses_is_told_in_its_words(monkeypatch: pytest.
 
 
 def test_a_policy_is_a_name_and_sharing_is_refused() -> None:
-    with pytest.raises(ValidationError, match="its version is a field"):
+    with pytest.raises(ConfigError, match="its version is a field"):
         ModelSpec(url="http://h", policy="judge@7")
     with pytest.raises(UnsupportedField, match="'reuse'"):
         ModelBackend().check(ModelSpec(url="http://h", policy="judge", reuse=Reuse.SHARED))
