@@ -97,8 +97,13 @@ class SandboxBackend:
         self._texts: dict[str, int] = {}
 
     def check(self, spec: Spec) -> None:
-        """Raises UnsupportedField, and ConfigError where sandboxes cannot be made at all on this machine."""
+        """Raises UnsupportedField; ConfigError for a mount of what is not here, or where no sandbox can be made at all."""
         assert isinstance(spec, SandboxSpec), f"expected a SandboxSpec, got {type(spec).__name__}"
+        for mount in spec.mounts:
+            if not os.path.exists(mount.source):
+                raise ConfigError(
+                    f"mounts: expected a file or folder of this machine, got {mount.source!r}", param="mounts"
+                )
         self._plan(spec)
 
     async def start(self, spec: Spec, *, started: Callable[[str], None]) -> BoxInstance:
