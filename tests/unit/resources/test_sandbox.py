@@ -235,7 +235,7 @@ async def test_mounts_are_read_only_unless_said_otherwise(public: Path) -> None:
 async def test_a_mount_that_is_not_there_fails_with_the_reason() -> None:
     spec = SPEC.model_copy(update={"mounts": (Mount(source="/nowhere", target="/data"),)})
     backend = SandboxBackend()
-    with pytest.raises(ConfigError, match="mounts: .*/nowhere"):
+    with pytest.raises(ConfigError, match="mounts: expected a file"):
         backend.check(spec)
     with pytest.raises(ResourceFailed, match="/nowhere"):  # gone in between
         await backend.start(spec, started=lambda _: None)

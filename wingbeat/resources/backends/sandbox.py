@@ -97,7 +97,7 @@ class SandboxBackend:
         self._texts: dict[str, int] = {}
 
     def check(self, spec: Spec) -> None:
-        """Raises UnsupportedField; ConfigError for a mount of what is not here, or where no sandbox can be made at all."""
+        """Raises UnsupportedField; ConfigError for a mount of what is not here, or where no sandbox can be made."""
         assert isinstance(spec, SandboxSpec), f"expected a SandboxSpec, got {type(spec).__name__}"
         for mount in spec.mounts:
             if not os.path.exists(mount.source):
