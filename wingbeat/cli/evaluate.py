@@ -85,19 +85,26 @@ def evaluate(
         max_tasks=max_tasks,
         name=name,
     )
+    of_ours = {"model": model, "dir": directory, "preset": preset or None}
     if environment is None:
-        _refuse_others(arguments, options=options, model=model, dir=directory, preset=preset or None)
+        _refuse_others(arguments, {"options": options, **of_ours}, why="goes with --environment only")
         reply, run_dir = _on_server(request, server or DEFAULT_URL, key), None
     else:
-        _refuse_others((), source=source, **({} if server else {"version": version}))
-        if server is not None:
-            _refuse_others(arguments, model=model, dir=directory, preset=preset or None)
+        _refuse_others((), {"source": source}, why="does not go with --environment, which has tasks of its own")
+        if server is None:
+            _refuse_others((), {"version": version}, why="needs --server: the model played here has one version")
+        else:
+            _refuse_others(arguments, of_ours, why="does not go with --server, which has a model and a run of its own")
         given = read_settings(options or ())
         is_tiny = server is None and (model is None or model.startswith(BUILTIN))
         config = environment_config(environment, given, model=model, preset=preset or is_tiny, over=arguments or ())
         config = _placed(config, concurrency=concurrency, directory=directory)
         reply, run_dir = _on_environment(config, request, server=server, key=key, keep=directory is not None)
-    if json_output:
+    _show(reply, run_dir, as_json=json_output)
+
+
+def _show(reply: EvaluationReply, run_dir: Path | None, *, as_json: bool) -> None:
+    if as_json:
         typer.echo(reply.model_dump_json())
         return
     console = PlainConsole()
@@ -106,14 +113,12 @@ def evaluate(
         console.print(f"run directory: {run_dir}", soft_wrap=True, highlight=False)
 
 
-def _refuse_others(arguments: Any, **given: Any) -> None:
+def _refuse_others(arguments: Sequence[str] | None, given: Mapping[str, Any], *, why: str) -> None:
     """Raises SetupError for what has no effect beside the other options."""
     check_options(arguments or ())
     for option, value in given.items():
         if value is not None:
-            raise SetupError(
-                f"--{option} does not go with the other options here; `wingbeat eval --help` says with which"
-            )
+            raise SetupError(f"--{option} {why}")
     if arguments:
         raise SetupError(f"{arguments[0]}: settings are of the server that --environment starts, and none is started")
 
