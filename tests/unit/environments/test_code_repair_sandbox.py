@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from wingbeat.environments.code_repair import environment
 from wingbeat.environments.code_repair.environment import ANSWERS, CodeRepairEnvironment
 from wingbeat.environments.code_repair.judge import score_box
 from wingbeat.environments.code_repair.programs import programs
@@ -69,11 +70,12 @@ async def test_a_plain_folder_serves_where_there_is_no_sandbox(pool: Resources) 
         assert await environment.score_box(TASK, lease.value) == 1.0
 
 
-async def test_a_sandbox_that_shows_the_answers_is_refused(pool: Resources) -> None:
-    folder = str(Path(ANSWERS).parent)
-    spec = ENVIRONMENT.spec.model_copy(update={"mounts": (Mount(source=folder, target=folder),)})
-    async with pool.lease(spec, name="box", owner="test") as lease:
-        assert (await lease.value.run(["test", "-e", ANSWERS])).ok
+async def test_a_sandbox_that_shows_the_answers_is_refused(pool: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "/opt/code_repair/index.json"  # where they are need not be a place that a box can show
+    monkeypatch.setattr(environment, "ANSWERS", shown)
+    mount = Mount(source=str(Path(ANSWERS).parent), target=str(Path(shown).parent))
+    async with pool.lease(ENVIRONMENT.spec.model_copy(update={"mounts": (mount,)}), name="box", owner="test") as lease:
+        assert (await lease.value.run(["test", "-e", shown])).ok
         with pytest.raises(ResourceFailed, match="shows its agents the answers"):
             await ENVIRONMENT.place(TASK, lease.value)
 
