@@ -218,7 +218,7 @@ async def on_stage(stage: Stage, config: Path) -> AsyncIterator[dict[str, ChaosP
         stage.session = session
         life = asyncio.create_task(stage.server.run(), name="server")
         try:
-            worker = ("wingbeat.workers.engine", "--url", engine.url, "--worker-id", ENGINES[1], "--threads", "1")
+            worker = ("wingbeat.workers", "engine", "--url", engine.url, "--worker-id", ENGINES[1], "--threads", "1")
             stage.spawn(ENGINES[1], *worker, key=stage.worker_key)
             started = asyncio.create_task(until(stage.is_up, what="the server to be up", within_s=START_S))
             await asyncio.wait({life, started}, return_when=asyncio.FIRST_COMPLETED)

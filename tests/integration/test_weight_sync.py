@@ -120,8 +120,8 @@ async def test_a_trainer_elsewhere_brings_control_what_engines_elsewhere_pull(mo
         address = run_dir / "server.json"
         eventually_now(lambda: address.exists() or control.poll() is not None, what="control's address")
         url = json.loads(address.read_bytes())["url"]
-        process("trainer", "wingbeat.workers.trainer", "--url", url, "--worker-id", "t", "--policies", "solver")
-        process("engine", "wingbeat.workers.engine", "--url", url, "--worker-id", "e")
+        process("trainer", "wingbeat.workers", "trainer", "--url", url, "--worker-id", "t", "--policies", "solver")
+        process("engine", "wingbeat.workers", "engine", "--url", url, "--worker-id", "e")
         async with aiohttp.ClientSession() as session:
 
             async def served() -> dict[str, Any]:

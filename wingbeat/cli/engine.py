@@ -85,7 +85,7 @@ def engine(
         "TOKENIZERS_PARALLELISM": "false",
         **({CA_VARIABLE: str(ca.absolute())} if ca is not None else {}),
     }
-    command = [sys.executable, "-m", "wingbeat.workers.engine", "--url", server.rstrip("/"), "--worker-id", name]
+    command = [sys.executable, "-m", "wingbeat.workers", "engine", "--url", server.rstrip("/"), "--worker-id", name]
     command += ["--threads", num_threads, "--tensor-parallel", str(tensor_parallel), "--drain-s", str(drain_s)]
     command += ["--policies", policies] if policies else []
     command += ["--device", device] if device else []

@@ -190,7 +190,7 @@ class Processes:
         self._on_change(kept)
 
     def _start_worker(self, group: asyncio.TaskGroup, role: str, name: str, needs: Needs, *more: str) -> None:
-        command = [sys.executable, "-m", f"wingbeat.workers.{role}", "--url", self._url, "--worker-id", name]
+        command = [sys.executable, "-m", "wingbeat.workers", role, "--url", self._url, "--worker-id", name]
         command += ["--threads", str(needs.threads), *more]
         spec = self._spec(name, command, self._keys.of_worker, threads=needs.threads)
         self._run(group, self._place.worker(spec, needs, on_change=self._on_change))

@@ -1,4 +1,4 @@
-"""``python -m wingbeat.workers.engine``: one process that generates for every policy it is told to host.
+"""``python -m wingbeat.workers engine``: one process that generates for every policy it is told to host.
 
 The compute thread loops: take what came, then one decode step per model that has work.  New weights
 are applied between steps, so no decode step ever sees two versions.  A *pinned* version (evaluation)
@@ -422,7 +422,3 @@ def main() -> None:
         ),
         relay_url="" if relay is None else relay.url,
     )
-
-
-if __name__ == "__main__":
-    main()

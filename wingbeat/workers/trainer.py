@@ -1,4 +1,4 @@
-"""``python -m wingbeat.workers.trainer``: a process that optimises one policy, or those of a LoRA group by turns.
+"""``python -m wingbeat.workers trainer``: a process that optimises one policy, or those of a LoRA group by turns.
 
 It publishes weights once on start and after every step, while the next step runs; control decides what is trained
 when.  Commands are executed on the compute thread, those of one policy in the order they come.  Policies share the base
@@ -431,7 +431,3 @@ def main() -> None:
     """Entry point of the process."""
     arguments = WorkerArguments.parse()
     run_worker("trainer", arguments, partial(TrainerWorker, carry=Uploads(arguments.url, arguments.key).carry))
-
-
-if __name__ == "__main__":
-    main()

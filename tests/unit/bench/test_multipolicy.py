@@ -114,7 +114,7 @@ def test_modes_differ_in_staleness_and_barrier_only(tmp_path: Path) -> None:
     [
         (["python", "-m", "wingbeat.server", "launch.json"], "control"),
         (
-            ["python", "-m", "wingbeat.workers.trainer", "--worker-id", "trainer-worker", "--threads", "1"],
+            ["python", "-m", "wingbeat.workers", "trainer", "--worker-id", "trainer-worker", "--threads", "1"],
             "trainer-worker",
         ),
         (["python", "-m", "wingbeat.cli", "rollout", "agent.py"], "agent"),
