@@ -18,7 +18,7 @@ import pytest
 from holding import held
 
 from wingbeat.core.errors import ConfigError
-from wingbeat.resources.backends import default_backends
+from wingbeat.resources.backends import default_backends, sandbox_box
 from wingbeat.resources.backends.limits_cgroups import Homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.sandbox_box import BoxInstance
@@ -281,6 +281,20 @@ async def test_one_that_hangs_is_lost_and_still_ends() -> None:
         os.kill(inner, signal.SIGSTOP)
         with pytest.raises(ResourceLost, match="did not answer"):
             await instance.check()
+
+
+async def test_one_that_is_stopped_in_a_command_is_lost_at_the_commands_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox_box, "GRACE_S", 1000.0)  # which only those that are slow get
+    async with sandbox(SPEC) as instance:
+        running = asyncio.ensure_future(instance.value.run("echo > begun; sleep 1000", timeout_s=0.5))
+        while await instance.value.list() != ["begun", "src/"]:
+            pass
+        (inner,) = children_of(Handle.parse(instance.handle).pid)
+        os.kill(inner, signal.SIGSTOP)
+        with pytest.raises(ResourceLost, match="did not end in time"):
+            await running
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ ANSWER_S = 30.0
 """For what runs no command: files, a health check."""
 LEAVE_S = 5.0
 CPU_CHECK_S = 0.02
+STOPPED_S = 0.2
+"""So long after a command's deadline its box is looked at, and again: one that was stopped will not say anything."""
 
 
 class ChannelBox:
@@ -77,7 +79,7 @@ class ChannelBox:
             stdin,
         )
         try:
-            await self._watch(number, answer, within_s=timeout_s + GRACE_S, before=before)
+            await self._watch(number, answer, timeout_s=timeout_s, before=before)
         except asyncio.CancelledError:
             self._stop(number, b"cancelled")
             raise
@@ -105,21 +107,23 @@ class ChannelBox:
             raise OSError(error.errno, error.strerror, path) from None
 
     async def _watch(
-        self, number: bytes, answer: asyncio.Future[list[bytes]], *, within_s: float, before: Counters
+        self, number: bytes, answer: asyncio.Future[list[bytes]], *, timeout_s: float, before: Counters
     ) -> None:
         """Wait for a command's end, and end it when its box has used its processor time.
 
         Looks at the clock of the group no earlier than all processors together could have used up the rest.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + within_s
+        late = loop.time() + timeout_s + STOPPED_S
+        until = loop.time() + timeout_s + GRACE_S
         limit = self._spec.cpu_s if self._plan.group.counts_cpu else None
         while not answer.done():
-            left = until - loop.time()
-            if left <= 0:
+            now = loop.time()
+            if now >= until or (now >= late and self._process.is_stopped):
                 self._channel.lose("a command did not end in time, nor did the box say so")
                 self._process.kill()
                 break
+            left = late - now if now < late else min(STOPPED_S, until - now)
             if limit is not None:
                 cpu_left = limit - (self._counters().cpu_s - before.cpu_s)
                 if cpu_left <= 0:

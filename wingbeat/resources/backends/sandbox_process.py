@@ -97,6 +97,7 @@ class BoxProcess:
         self.group = group
         self._popen = popen
         self._inner: int | None = None
+        self._inner_pid = popen.pid
         began = start_time(popen.pid)
         self.handle = Handle(
             pid=popen.pid,
@@ -148,6 +149,16 @@ class BoxProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             self._inner = os.pidfd_open(pid)
+            self._inner_pid = pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped its first process (SIGSTOP), which then answers nothing."""
+        try:
+            facts = Path(f"/proc/{self._inner_pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return facts.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
 
     def complaint(self) -> str:
         """What it wrote to its standard error."""
