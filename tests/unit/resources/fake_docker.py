@@ -250,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _feed(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError), process.stdin:
+        with contextlib.suppress(OSError, ValueError), process.stdin:  # the connection may be closed meanwhile
             while data := self.rfile.read1(65536):
                 process.stdin.write(data)
                 process.stdin.flush()
