@@ -308,8 +308,8 @@ from wingbeat.resources.backends.docker import DockerBackend
 
 async def main():
     spec = DockerSpec(image=sys.argv[1], host=sys.argv[2])
-    instance = await DockerBackend().start(spec, started=lambda handle: sys.stdout.write(handle + "\\n"))
-    sys.stdout.flush()
+    instance = await DockerBackend().start(spec, started=lambda _: None)
+    print(instance.handle, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

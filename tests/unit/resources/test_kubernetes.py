@@ -284,8 +284,8 @@ from wingbeat.resources.backends.kubernetes import KubernetesBackend
 
 async def main():
     spec = KubernetesSpec(image=sys.argv[1], network=True, context="fake")
-    instance = await KubernetesBackend().start(spec, started=lambda handle: sys.stdout.write(handle + "\\n"))
-    sys.stdout.flush()
+    instance = await KubernetesBackend().start(spec, started=lambda _: None)
+    print(instance.handle, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
