@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from wingbeat.environments.calculator.tokenizer import (
     CHAT_TEMPLATE,
@@ -33,6 +33,7 @@ from wingbeat.environments.calculator.tokenizer import (
     START_TOKEN,
     TOOL_TOKENS,
 )
+from wingbeat.environments.imitation import imitation_loss, tiny_qwen3, written_by_assistant
 from wingbeat.environments.tiny_recipes import RECIPES, Message, TinyRecipe, load_recipe
 
 if TYPE_CHECKING:
@@ -74,29 +75,15 @@ def write_tokenizer(folder: Path, recipe: TinyRecipe) -> None:
 def build_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
     """A randomly initialised model; the caller's random state is left alone."""
     eos, pad = _special_ids(tokenizer)
-    config = Qwen3Config(
+    return tiny_qwen3(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
-        intermediate_size=3 * recipe.hidden_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=recipe.hidden_size // 4,
-        max_position_embeddings=recipe.max_tokens,
-        initializer_range=0.15,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=True,
-        use_cache=True,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        dtype="float32",
+        layers=recipe.layers,
+        max_tokens=recipe.max_tokens,
+        eos=eos,
+        pad=pad,
+        seed=seed,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=True, temperature=1.0)
-    return model.float()
 
 
 def warm_up(
@@ -120,17 +107,6 @@ def warm_up(
     return losses
 
 
-def imitation_loss(model: Qwen3ForCausalLM, batch: Sequence[tuple[list[int], list[bool]]], *, pad: int) -> torch.Tensor:
-    """Mean cross-entropy of the tokens that the assistant wrote; the rest is only context."""
-    width = max(len(ids) for ids, _ in batch)
-    # Padding is on the right and attention is causal, so no attention mask is needed.
-    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-    imitated_BT = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in batch])[:, 1:]
-    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
-    logits_AV = model.lm_head(hidden_BTD[imitated_BT])
-    return torch.nn.functional.cross_entropy(logits_AV, ids_BT[:, 1:][imitated_BT])
-
-
 def encode(
     tokenizer: PreTrainedTokenizerBase, recipe: TinyRecipe, messages: Sequence[Message]
 ) -> tuple[list[int], list[bool]]:
@@ -145,15 +121,7 @@ def encode(
         raise ValueError(f"a demonstration has {len(ids)} tokens; expected at most max_tokens = {recipe.max_tokens}")
     marks: Any = tokenizer.convert_tokens_to_ids([START_TOKEN, "assistant\n", END_TOKEN])
     start, assistant, end = marks
-    imitated: list[bool] = []
-    writing = False
-    for index, token in enumerate(ids):
-        imitated.append(writing)
-        if index and ids[index - 1] == start:
-            writing = token == assistant
-        elif token == end:
-            writing = False
-    return ids, imitated
+    return ids, written_by_assistant(ids, start=start, assistant=assistant, end=end)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:

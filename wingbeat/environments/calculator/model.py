@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from wingbeat.environments.calculator.demonstrations import CarelessAgent, Message
 from wingbeat.environments.calculator.rollouts import Sampler, render_ids
@@ -33,6 +33,7 @@ from wingbeat.environments.calculator.tokenizer import (
     build_tokenizer,
     write_tokenizer,
 )
+from wingbeat.environments.imitation import imitation_loss, tiny_qwen3, written_by_assistant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,31 +76,17 @@ class WarmUpStats:
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """A randomly initialised model; the caller's random state is left alone."""
     tokenizer = build_tokenizer()
-    eos = tokenizer.token_to_id(END_TOKEN)
-    pad = tokenizer.token_to_id(PAD_TOKEN)
-    config = Qwen3Config(
+    eos, pad = tokenizer.token_to_id(END_TOKEN), tokenizer.token_to_id(PAD_TOKEN)
+    assert eos is not None and pad is not None, "the tokenizer is ours"
+    return tiny_qwen3(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=MAX_MODEL_TOKENS,
-        initializer_range=0.15,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=True,
-        use_cache=True,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        dtype="float32",
+        layers=2,
+        max_tokens=MAX_MODEL_TOKENS,
+        eos=eos,
+        pad=pad,
+        seed=seed,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=True, temperature=1.0)
-    return model.float()
 
 
 def warm_up(
@@ -117,6 +104,7 @@ def warm_up(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
+    pad: Any = tokenizer.pad_token_id
     losses: list[float] = []
     rewards: list[float] = []
     for extra_round in range(config.max_extra_rounds + 1):
@@ -125,8 +113,9 @@ def warm_up(
             ramp = min(1.0, (step + 1) / config.ramp_steps)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * ramp * min(1.0, 4 * (1 - step / num_steps))
-            batch = [config.agent.demonstrate(rng.choice(tasks), rng) for _ in range(config.num_episodes)]
-            loss = imitation_loss(model, tokenizer, batch)
+            episodes = [config.agent.demonstrate(rng.choice(tasks), rng) for _ in range(config.num_episodes)]
+            batch = [encode_demonstration(tokenizer, messages) for messages in episodes]
+            loss = imitation_loss(model, batch, pad=pad)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,24 +133,6 @@ def warm_up(
     )
 
 
-def imitation_loss(
-    model: Qwen3ForCausalLM,
-    tokenizer: "PreTrainedTokenizerBase",
-    episodes: Sequence[Sequence[Message]],
-) -> torch.Tensor:
-    """Mean cross-entropy of the tokens that the assistant wrote; the rest is only context."""
-    encoded = [encode_demonstration(tokenizer, messages) for messages in episodes]
-    width = max(len(ids) for ids, _ in encoded)
-    pad = tokenizer.pad_token_id
-    # Padding is on the right and attention is causal, so no attention mask is needed.
-    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in encoded])
-    trained_BT = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in encoded])
-    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
-    trained_BT = trained_BT[:, 1:]
-    logits_AV = model.lm_head(hidden_BTD[trained_BT])
-    return torch.nn.functional.cross_entropy(logits_AV, ids_BT[:, 1:][trained_BT])
-
-
 def encode_demonstration(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
 ) -> tuple[list[int], list[bool]]:
@@ -169,15 +140,7 @@ def encode_demonstration(
     ids = render_ids(tokenizer, messages)
     marks: Any = tokenizer.convert_tokens_to_ids([START_TOKEN, tokenizer.tokenize("assistant\n")[0], END_TOKEN])
     start, assistant, end = marks
-    trained: list[bool] = []
-    writing = False
-    for index, token in enumerate(ids):
-        trained.append(writing)
-        if ids[max(0, index - 1)] == start:
-            writing = token == assistant
-        elif token == end:
-            writing = False
-    return ids, trained
+    return ids, written_by_assistant(ids, start=start, assistant=assistant, end=end)
 
 
 def write_model(folder: Path, seed: int) -> WarmUpStats:
