@@ -28,6 +28,7 @@ from pathlib import Path
 
 from wingbeat.core.errors import SetupError
 from wingbeat.core.files import OWNER_ONLY
+from wingbeat.core.process_facts import boot_id, exists, start_time
 from wingbeat.resources.specs import ResourceFailed
 
 logger = logging.getLogger("wingbeat.resources")
@@ -73,7 +74,7 @@ class Owner:
     @classmethod
     def this_process(cls) -> Owner:
         pid = os.getpid()
-        return cls(socket.gethostname(), _boot(), _space(), pid, start_of(pid))
+        return cls(socket.gethostname(), boot_id(), _space(), pid, _start_of(pid))
 
     def is_dead(self, here: Owner) -> bool | None:
         """As seen by the process ``here``; None where that cannot be told: it belongs to another machine."""
@@ -83,7 +84,7 @@ class Owner:
             return True  # this machine has been started again since
         if self.space != here.space:
             return None  # its numbers mean other processes here, see LeftLedger
-        return start_of(self.pid) != self.start if self.start else not _exists(self.pid)
+        return _start_of(self.pid) != self.start if self.start else not exists(self.pid)
 
 
 class Ledger:
@@ -262,17 +263,6 @@ def _check_ours(folder: Path) -> os.stat_result:
     return seen
 
 
-def start_of(pid: int) -> str:
-    """When a process began, as the kernel counts; "" where there is none or it cannot be told.
-
-    One that has ended and whose parent has not looked is none: where nobody collects them it would seem alive for ever.
-    """
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    return ""
-
-
 def _lock(path: Path) -> int | None:
     """Open and lock a file; None where somebody else has it or it is gone."""
     try:
@@ -322,23 +312,13 @@ def _line(verb: str, entry: Entry) -> str:
     return json.dumps({verb: list(entry)})
 
 
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
+def _start_of(pid: int) -> str:
+    """ "" where there is no such process or it cannot be told."""
+    began = start_time(pid)
+    return "" if began is None else str(began)
 
 
 def _space() -> str:
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
     return ""
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

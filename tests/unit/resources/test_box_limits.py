@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from wingbeat.core.errors import ConfigError
+from wingbeat.core.process_facts import boot_id, start_time
 from wingbeat.resources import DockerSpec, SandboxSpec, SubprocessSpec, UnsupportedField
 from wingbeat.resources.backends.container_spec import check_box
 from wingbeat.resources.backends.limits import MIB, Plan, check_place, plan_limits, stopped_by
@@ -17,10 +18,9 @@ from wingbeat.resources.backends.limits_cgroups import (
     GroupLimits,
     Homes,
     find_homes,
-    start_time,
     sweep,
 )
-from wingbeat.resources.backends.sandbox_process import Handle, boot_id
+from wingbeat.resources.backends.sandbox_process import Handle
 
 NONE = Homes(0, reason="nothing is mounted")
 

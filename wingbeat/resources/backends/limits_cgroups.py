@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wingbeat.core.process_facts import start_time
 from wingbeat.resources.specs import ResourceFailed
 
 logger = logging.getLogger("wingbeat.resources")
@@ -199,16 +200,6 @@ def _fault_of(folder: Path) -> str | None:
 
 
 # --- whose ---------------------------------------------------------------------------------------------------------
-
-
-def start_time(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot: with its id, a name that nobody takes over.  None: no such."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def owner_mark() -> str:

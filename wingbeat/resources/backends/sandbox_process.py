@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from wingbeat.resources.backends.limits_cgroups import Group, start_time
+from wingbeat.core.process_facts import boot_id, facts_of, process_ids, start_time
+from wingbeat.resources.backends.limits_cgroups import Group
 from wingbeat.resources.specs import ResourceFailed
 
 logger = logging.getLogger("wingbeat.resources")
@@ -68,11 +69,6 @@ class Handle:
     def is_alive(self) -> bool:
         """Whether this very process lives."""
         return self.boot == boot_id() and start_time(self.pid) == self.began
-
-
-def boot_id() -> str:
-    """Of this start of the machine: process ids mean nothing beyond."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +150,8 @@ class BoxProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether somebody stopped its first process (SIGSTOP), which then answers nothing."""
-        try:
-            facts = Path(f"/proc/{self._inner_pid}/stat").read_bytes()
-        except OSError:
-            return False
-        return facts.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+        facts = facts_of(self._inner_pid)
+        return facts is not None and facts.state in "Tt"
 
     def complaint(self) -> str:
         """What it wrote to its standard error."""
@@ -229,13 +222,7 @@ def kill_process(pid: int) -> None:
 
 def children_of(pid: int) -> list[int]:
     """The processes right below one."""
-    found: list[int] = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError, IndexError):
-                if int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1]) == pid:
-                    found.append(int(name))
-    return found
+    return [child for child in process_ids() if (facts := facts_of(child)) is not None and facts.parent == pid]
 
 
 async def reap_box(text: str) -> bool:
@@ -274,16 +261,18 @@ def reap_processes(handle: Handle) -> bool:
 def strays_of(handle: Handle) -> list[int]:
     """Processes that a box which was ended while it started has left: no other's, since an id that is still a
     session's is not given to another process."""
-    found: list[int] = []
     if not handle.mark or start_time(handle.pid) not in (None, handle.began):
-        return found
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != handle.pid:
-            with contextlib.suppress(OSError, IndexError):
-                session = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[3])
-                if session == handle.pid and handle.mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                    found.append(int(name))
-    return found
+        return []
+    return [pid for pid in process_ids() if pid != handle.pid and _strayed(pid, handle)]
+
+
+def _strayed(pid: int, handle: Handle) -> bool:
+    facts = facts_of(pid)
+    if facts is None or facts.session != handle.pid:
+        return False
+    with contextlib.suppress(OSError):
+        return handle.mark.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _end_all(known: Mapping[int, int | None]) -> None:
