@@ -26,7 +26,8 @@ from wingbeat.core.config import ServerConfig
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.deploy.devices import usable_cores
 from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, CPU, CPUACCT, MEMORY, PIDS, find_homes
-from wingbeat.resources.backends.sandbox import find_means
+from wingbeat.resources.backends.sandbox_means import find_means
+from wingbeat.resources.specs import ResourceFailed
 
 SERVER_PACKAGES = (
     "fastapi",
@@ -236,10 +237,10 @@ def check_models() -> Finding:
 
 def check_sandboxes() -> Finding:
     """Whether resources of kind "sandbox" work here, and what holds their limits."""
-    homes = find_homes()
     try:
-        find_means(homes)
-    except ConfigError as error:
+        homes = find_homes()
+        means = find_means(homes)
+    except (ConfigError, ResourceFailed) as error:
         needed = "needed only for resources of kind 'sandbox', where tools run what a model wrote"
         return Finding("sandboxes", Level.NOTE, str(error).removeprefix("resource kind 'sandbox': "), needed)
     missing = [name for name in CONTROLLERS if name not in homes]
@@ -247,7 +248,7 @@ def check_sandboxes() -> Finding:
         return Finding("sandboxes", Level.OK, f"bubblewrap; all limits hold, by control groups v{homes.version}")
     without = {
         MEMORY: "memory_mb is refused, process_memory_mb is not",
-        PIDS: "pids holds by RLIMIT_NPROC",
+        PIDS: f"all are refused: {means.uncounted}" if means.uncounted else "pids holds by RLIMIT_NPROC",
         CPU: "cpus is refused",
         CPUACCT: "cpu_s is refused",
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +14,15 @@ import typer
 from wingbeat.cli.arguments import CONFIG_FILE, check_options
 from wingbeat.cli.doctor import require_server
 from wingbeat.core.config.lending import LendingConfig, load_lending
-from wingbeat.core.errors import ConfigError
+from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.core.keys import (
     ADMIN_KEY_VARIABLE,
     CLIENT_KEY_VARIABLE,
     WORKER_KEY_VARIABLE,
     is_key_variable,
 )
-from wingbeat.core.lifeline import end_with_supervisor
+from wingbeat.core.lifeline import LENDING_GRACE_S, end_with_supervisor
 from wingbeat.core.tls import check_certificate
-
-GRACE_S = 20.0
-"""How long it takes at most to clean up once its supervisor is gone; the next one ends what is left."""
 
 
 def resources(
@@ -66,6 +65,8 @@ def resources(
     Ctrl-C or SIGTERM: ends all leases, cleans up, and ends.
     """
     require_server()
+    if advertise and re.match(r"https?://[^\s/]", advertise) is None:
+        raise SetupError(f"--advertise: expected http://HOST:PORT or https://HOST:PORT, got {advertise!r}")
     config, folder = _config(arguments or [], host=host, port=port, no_file=no_file)
     launch_server(
         config,
@@ -104,7 +105,7 @@ def launch_server(
     for name in filter(is_key_variable, tuple(os.environ)):  # nothing that it starts inherits one
         if name not in config.resources.key_variables:
             del os.environ[name]
-    end_with_supervisor(grace_s=GRACE_S)
+    end_with_supervisor(grace_s=LENDING_GRACE_S)
     run_lending(
         LendingLaunch(
             resources=config.resources,
@@ -116,11 +117,16 @@ def launch_server(
             advertise=advertise,
             address_file=address_file,
             on_ready=lambda url: typer.echo(
-                f"lending {', '.join(config.resources.kinds)} at {advertise or url}\n"
-                f"use it: wingbeat rollout agent.py --resources {advertise or url}"
+                f"lending {', '.join(config.resources.kinds)} at {url}\n"
+                f"use it: wingbeat rollout agent.py --resources {advertise or _named(url)}"
             ),
         )
     )
+
+
+def _named(url: str) -> str:
+    """Of a server on all addresses, one that others can call."""
+    return re.sub(r"//(0\.0\.0\.0|\[::\]):", f"//{socket.gethostname()}:", url)
 
 
 def _config(arguments: list[str], *, host: str | None, port: int | None, no_file: bool) -> tuple[LendingConfig, Path]:

@@ -20,6 +20,8 @@ MAX_SPECS = 32
 POLL_S = 20.0
 """How long an answer to a waiting lease or a running command takes at most; then it is asked for again."""
 SILENT_HEARTBEATS = 4
+MAX_BEAT = 10_000
+"""Leases that one heartbeat tells of."""
 
 CallId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """128 random bits, chosen by the client."""
@@ -76,7 +78,7 @@ class Heartbeat(Wire):
     """``POST /resources/v1/heartbeat``: a client that lives, and what it holds."""
 
     client_id: Identifier
-    leases: Annotated[tuple[CallId, ...], Field(max_length=10_000)] = ()
+    leases: Annotated[tuple[CallId, ...], Field(max_length=MAX_BEAT)] = ()
 
 
 class HeartbeatAnswer(Wire):
@@ -89,6 +91,7 @@ class PrefetchOrder(Wire):
     """``POST /resources/v1/prefetch``: begin to fetch what an owner will lease soon."""
 
     client_id: Identifier
+    call_id: CallId
     owner: Annotated[str, Field(min_length=1, max_length=400)]
     specs: Annotated[tuple[SpecItem, ...], Field(min_length=1, max_length=MAX_SPECS)]
 

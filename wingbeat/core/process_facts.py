@@ -25,8 +25,12 @@ class ProcessFacts:
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """None where there is no such process, or no ``/proc``."""
-    with contextlib.suppress(OSError, IndexError):
+    """None where there is no such process, or no ``/proc``.
+
+    Raises OSError where it cannot be told, for want of a file descriptor, say: a process that is not seen for that must
+    not be taken for dead.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError, IndexError):
         # The name, in brackets, may hold anything, brackets too.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return ProcessFacts(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
@@ -59,7 +63,7 @@ def exists(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """Of this start of the machine; "" where the system does not say."""
-    with contextlib.suppress(OSError):
+    """Of this start of the machine; "" where the system does not say.  Raises OSError as :func:`facts_of`."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

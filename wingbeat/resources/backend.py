@@ -64,7 +64,8 @@ class Backend(Protocol):
     """Makes one kind.
 
     One with an attribute ``meters`` is given the pool's :class:`wingbeat.resources.meters.Meters` before its first
-    start, and draws requests, tokens and money from them.
+    start, and draws requests, tokens and money from them.  One with an attribute ``late_s`` has things made by others
+    at its request: so many seconds after who asked was killed, or gave up, something may still appear.
     """
 
     kind: ClassVar[str]
@@ -87,6 +88,12 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Free what all its instances share; no instance is left then."""
         ...
+
+
+def late_s_of(backend: Backend) -> float:
+    """After so long, what a back-end does not find will not appear any more."""
+    late_s: float = getattr(backend, "late_s", 0.0)
+    return late_s
 
 
 Backends = Mapping[str, Backend]

@@ -8,10 +8,15 @@ conformance suite holds them to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
+SHELL = "/bin/sh"
 LIMITS = ("timeout", "memory", "pids", "cpu", "output", "disk", "file")
 """What can stop a command, in the words of ``Finished.stopped_by``."""
 
@@ -65,6 +70,7 @@ class Box(Protocol):
         other. A command that a limit stops takes along all that it started. One that ends leaves what it started
         in the background, which goes on until ``end_processes``, reset or close; what that still writes is dropped.
         A program that is not found gives exit code 127, one that may not be executed 126. Several may run at once.
+        Raises what :func:`check_run` raises.
         """
         ...
 
@@ -87,3 +93,78 @@ class Box(Protocol):
     async def end_processes(self) -> None:
         """End all that runs in the box, as before scoring: what an agent left behind could meddle with a test."""
         ...
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_run(command: Any, *, stdin: Any = b"", timeout_s: Any = None, env: Any = None, cwd: Any = None) -> list[str]:
+    """The program and its arguments of a call of :meth:`Box.run`, whose arguments are all checked.
+
+    Every kind of box calls this before anything is sent, so that they refuse the same things in the same words, as
+    faults of whoever calls.  Raises TypeError for what has another type, ValueError for what no command can have.
+    """
+    argv = [SHELL, "-c", command] if isinstance(command, str) else _words(command)
+    if not argv or not argv[0]:
+        raise ValueError(f"command: expected a program and its arguments, got {command!r}")
+    for word in argv:
+        if (fault := _fault_of(word)) is not None:
+            raise ValueError(f"command: expected texts {fault}, got {word[:80]!r}")
+    check_bytes("stdin", stdin)
+    if timeout_s is not None:
+        if not isinstance(timeout_s, Real) or isinstance(timeout_s, bool):
+            raise TypeError(f"timeout_s: expected a number of seconds, got {_kind(timeout_s)}")
+        if not 0 < float(timeout_s) < math.inf:
+            raise ValueError(f"timeout_s: expected a finite time above 0, got {timeout_s}")
+    if cwd is not None and not isinstance(cwd, str):
+        raise TypeError(f"cwd: expected a path as text, got {_kind(cwd)}")
+    if env is not None:
+        check_env(env)
+    return argv
+
+
+def check_bytes(what: str, data: Any) -> None:
+    """Raises TypeError for text, above all."""
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"{what}: expected bytes, as of text.encode(), got {_kind(data)}")
+
+
+def check_env(env: Any) -> None:
+    """Raises TypeError and ValueError for what is no name of a variable, or no value.
+
+    Names are those that a shell passes on: it drops any other.
+    """
+    if not isinstance(env, Mapping):
+        raise TypeError(f"env: expected names and values, as of a dict, got {_kind(env)}")
+    pairs: Mapping[Any, Any] = env
+    for name, value in pairs.items():
+        if not isinstance(name, str) or not isinstance(value, str):  # values may be secrets: none is shown
+            raise TypeError(f"env: expected texts, got {name!r} with a value of type {_kind(value)}")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"env: expected names of letters, digits and _ that begin with no digit, got {name!r}")
+        if (fault := _fault_of(value)) is not None:
+            raise ValueError(f"env: expected names and values {fault}, got {name!r}")
+
+
+def _words(command: Any) -> list[str]:
+    if isinstance(command, bytes | bytearray | memoryview | Mapping) or not isinstance(command, Iterable):
+        raise TypeError(
+            f"command: expected a line of shell, or a program and its arguments as texts, got {_kind(command)}"
+        )
+    words: list[Any] = list(command)  # pyright: ignore[reportUnknownArgumentType]
+    for index, word in enumerate(words):
+        if not isinstance(word, str):
+            raise TypeError(f"command: expected texts, got {_kind(word)} at {index}: {word!r}; str(...) makes one")
+    return words
+
+
+def _fault_of(text: str) -> str | None:
+    """What no system call takes."""
+    try:
+        return "without zero bytes" if b"\0" in os.fsencode(text) else None
+    except UnicodeEncodeError:
+        return "that can be encoded"
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -7,6 +7,11 @@ line says which process that is.  Appended lines go to the operating system at o
     {"owner": {"host": ..., "boot": ..., "space": ..., "pid": 123, "start": "4711"}}
     {"started": ["sandbox", "pid 130 start 4712"]}
     {"ended": ["sandbox", "pid 130 start 4712"]}
+    {"closed": true}
+    {"looked": ["docker", "wingbeat-5f1c...", 1764500000.0]}
+
+A pool that closes with something left says that nobody uses it.  The last line is written by whoever reaps: what may be
+made after its owner's death is looked for a second time.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import stat
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -134,14 +139,19 @@ class Ledger:
             logger.warning("the resource ledger %s keeps what has ended: %s", self._path, error)
 
     def close(self) -> None:
-        """What has not ended stays on disk, for another to end once this process is gone."""
+        """Nobody here uses what has not ended: it stays on disk, for another to end."""
         if self._file < 0:
             return
         if not self._live and self._path is not None:
             self._path.unlink(missing_ok=True)
-            os.close(self._file)
-            self._file = -1
-        # else the lock is held until this process ends: while it lives nobody must end what it may still use
+        else:
+            try:
+                _append(self._file, json.dumps({"closed": True}))
+            except OSError as error:
+                logger.warning("what is left stays until this process ends: %s: %s", self._path, error)
+                return  # with the lock: its owner lives, and has not said that it is done
+        os.close(self._file)
+        self._file = -1
 
     def _open(self) -> None:
         secure(self._folder)
@@ -174,7 +184,8 @@ class Ledger:
     def forked(self) -> None:
         """The child must not keep its parent's lock, nor write to its file."""
         if self._file >= 0:
-            os.close(self._file)
+            with contextlib.suppress(OSError):  # of one ledger, which must not keep the child from the others
+                os.close(self._file)
         self._file, self._path = -1, None
         self._live.clear()
 
@@ -193,11 +204,17 @@ os.register_at_fork(after_in_child=_forked)
 class LeftLedger:
     """A dead owner's file, locked for whoever reaps it."""
 
-    def __init__(self, path: Path, file: int, entries: Iterable[Entry], *, num_others: int = 0) -> None:
+    def __init__(self, path: Path, file: int, entries: Mapping[Entry, float | None], *, num_others: int = 0) -> None:
         self.path = path
         self._file = file
         self.entries = tuple(entries)
+        self.looked_at = {entry: at for entry, at in entries.items() if at is not None}
+        """When somebody first looked for it after its owner's death, in seconds since 1970."""
         self._num_left = len(self.entries) + num_others
+
+    def looked(self, entry: Entry, at: float) -> None:
+        """Somebody looks for it, and will have to again."""
+        os.write(self._file, json.dumps({"looked": [*entry, at]}).encode() + b"\n")
 
     def ended(self, entry: Entry) -> None:
         """It is no more."""
@@ -214,7 +231,8 @@ class LeftLedger:
 def left_in(folder: Path) -> Iterator[LeftLedger]:
     """The ledgers of owners that are dead, each locked: two reapers never have the same one.
 
-    A ledger is a dead owner's if nobody holds its lock *and* no process of the owner's number and start is there.
+    A ledger is a dead owner's if nobody holds its lock *and* no process of the owner's number and start is there, or
+    that has closed its pool.
     Those of other machines are left alone, and of those of other containers what is named by process numbers.
     Raises SetupError for a folder of somebody else, who could have anything of this user's ended.
     """
@@ -231,12 +249,16 @@ def left_in(folder: Path) -> Iterator[LeftLedger]:
         file = _lock(path)
         if file is None:
             continue
-        owner, entries = _read(path)
-        if owner is None or owner.host != here.host or owner.is_dead(here) is False:
-            os.close(file)
-            continue
-        is_ours = owner.is_dead(here) is True
-        mine = [entry for entry in entries if is_ours or not entry[1].startswith(PROCESS)]
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, file)
+            owner, entries, is_closed = _read(path)
+            is_dead = None if owner is None else owner.is_dead(here)
+            if is_dead is False:
+                is_dead = is_closed
+            if owner is None or owner.host != here.host or is_dead is False:
+                continue
+            mine = {entry: at for entry, at in entries.items() if is_dead or not entry[1].startswith(PROCESS)}
+            undo.pop_all()
         yield LeftLedger(path, file, mine, num_others=len(entries) - len(mine))
 
 
@@ -280,9 +302,12 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _read(path: Path) -> tuple[Owner | None, list[Entry]]:
-    """A last line that was cut off by the death counts as not written: nothing was handed out by then."""
-    owner, live = None, dict[Entry, None]()
+def _read(path: Path) -> tuple[Owner | None, dict[Entry, float | None], bool]:
+    """What has not ended, when it was first looked for, and whether its owner is done with all of it.
+
+    A last line that was cut off by the death counts as not written: nothing was handed out by then.
+    """
+    owner, live, is_closed = None, dict[Entry, float | None](), False
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             said = json.loads(line)
@@ -290,13 +315,19 @@ def _read(path: Path) -> tuple[Owner | None, list[Entry]]:
                 owner = Owner(**said["owner"])
             elif "started" in said:
                 kind, handle = said["started"]
-                live[(str(kind), str(handle))] = None
+                live[str(kind), str(handle)] = None
             elif "ended" in said:
                 kind, handle = said["ended"]
                 live.pop((str(kind), str(handle)), None)
+            elif "closed" in said:
+                is_closed = True
+            elif "looked" in said:
+                kind, handle, at = said["looked"]
+                if (str(kind), str(handle)) in live:
+                    live[str(kind), str(handle)] = float(at)
         except (ValueError, TypeError):
             logger.warning("the resource ledger %s has a line that cannot be read: %.80r", path, line)
-    return owner, list(live)
+    return owner, live, is_closed
 
 
 def _append(file: int, line: str) -> None:

@@ -6,11 +6,14 @@ its end, since it belongs to the pool and not to the task that was cancelled; th
 instances that start and close either.
 
     hold (lined up) ─▶ let in ─▶ started or checked ─▶ Lease ─▶ end ─▶ reset or close
+    pool_desk, turns   admission    pool_instances                        pool_returns
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
 from collections import defaultdict
@@ -22,21 +25,26 @@ from typing import Self
 
 from wingbeat.core.errors import ConfigError, WingbeatError
 from wingbeat.core.ports import Clock, ResourcePool
-from wingbeat.resources.admission import Admission, Book
+from wingbeat.resources.admission import Admission, Slot
 from wingbeat.resources.backend import Backends
 from wingbeat.resources.backends import default_backends
-from wingbeat.resources.budgets import BudgetPots, Budgets, check_together
+from wingbeat.resources.budgets import BudgetPots, Budgets
 from wingbeat.resources.ledger import Ledger, state_folder
 from wingbeat.resources.meters import Meters
+from wingbeat.resources.pool_breakers import StartBreakers
+from wingbeat.resources.pool_desk import Desk
 from wingbeat.resources.pool_idle import IdleSweep
 from wingbeat.resources.pool_instances import Instances
 from wingbeat.resources.pool_leases import Holding, Lease, ManyLeases
-from wingbeat.resources.pool_places import Places
+from wingbeat.resources.pool_leftovers import Leftovers
+from wingbeat.resources.pool_returns import Returns
+from wingbeat.resources.pool_tenants import Works
 from wingbeat.resources.pots import TicketState
-from wingbeat.resources.reaper import reap
-from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec
+from wingbeat.resources.reaper import look
+from wingbeat.resources.remote_servers import Find
+from wingbeat.resources.specs import ResourceFailed, ResourceLost, Spec
 from wingbeat.resources.stats import BudgetStats, ClassStats
-from wingbeat.resources.turns import Request, Turns
+from wingbeat.resources.turns import Turns
 
 logger = logging.getLogger("wingbeat.resources")
 
@@ -71,14 +79,23 @@ class Resources:
         admission.cost_pots = [*self._pots.costs.values()]
         self._folder = state_folder() if ledger is None else ledger
         self._backends = default_backends() if backends is None else backends
-        self._instances = Instances(self._backends, Ledger(self._folder), on_idle=self._on_idle)
-        self._turns = Turns(admission, clock, on_let_in=self._let_in, on_evicted=self._instances.end_evicted)
-        self._sweep = IdleSweep(admission, self._turns, clock)
-        self._instances.turns = self._turns
+        self._ledger = Ledger(self._folder)
+        self._works = Works()
+        self._leftovers = Leftovers(self._works, self._ledger, clock)
+        self._breakers = StartBreakers(clock)
+        self._returns = Returns(self._works, self._ledger, self._leftovers, on_idle=self._on_idle)
+        self._instances = Instances(
+            self._backends, self._ledger, works=self._works, returns=self._returns, breakers=self._breakers
+        )
+        self._desk = Desk(admission, self._pots, self._instances, self._returns)
+        self._places = self._desk.places
+        self._turns = Turns(admission, clock, on_let_in=self._desk.let_in, on_evicted=self._returns.end_evicted)
+        self._instances.turns = self._returns.turns = self._desk.turns = self._turns
         self._instances.meters = Meters(self._turns, self._pots, wait_s=wait_s)
-        self._places = Places()
+        self._sweep = IdleSweep(admission, self._turns, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reaping: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -124,29 +141,31 @@ class Resources:
         wanted = list(specs.values()) if isinstance(specs, Mapping) else [specs]
         if wanted:
             self._check_open()
-            holdings = self._ask([(spec, "") for spec in wanted], owner=owner)
+            holdings = self._desk.ask([(spec, "") for spec in wanted], owner=owner)
             self._places.fetch(owner, holdings)
             if self._places.is_waiting(owner):
-                self._give_up_fetched(owner)
+                self._desk.give_up_fetched(owner)
 
     async def enter(self, lease: Lease, holding: Holding | None = None, *, wait_s: float | None) -> Lease:
         """Begin a lease: in ``holding``, or in the place that its owner has by this name or fetched ahead, or in a new
         one in line."""
         if holding is None:
             self._check_open()
+            if self._breakers.is_any_broken:
+                await self._wait_for_a_try({lease.name: lease.spec}, lease.owner, wait_s)
             if lease.owner:
-                holding = self._held(lease.spec, lease.name, lease.owner)
+                holding = self._desk.held(lease.spec, lease.name, lease.owner)
             if holding is None:
-                holding = self._ask_one(lease.spec, lease.name, lease.owner)
+                holding = self._desk.ask_one(lease.spec, lease.name, lease.owner)
             if self._places.is_any_fetched and holding.request.state is TicketState.WAITING:
-                self._give_up_fetched(lease.owner)
+                self._desk.give_up_fetched(lease.owner)
         try:
             if not holding.is_ready():
                 wait_s = self._wait_s if wait_s is None else wait_s
                 while not holding.is_ready():
                     await self._turns.change_of(holding.request, wait_s)
         except BaseException:
-            self._leave(holding)
+            self._desk.leave(holding)
             raise
         lease.begin(holding, self._instances.use(holding.slot))
         return lease
@@ -154,9 +173,11 @@ class Resources:
     async def enter_all(self, specs: Mapping[str, Spec], *, owner: str, wait_s: float | None) -> dict[str, Lease]:
         """Begin several leases, all of them or none."""
         self._check_open()
-        holdings = self._hold_all(specs, owner=owner)
+        if self._breakers.is_any_broken:
+            await self._wait_for_a_try(specs, owner, wait_s)
+        holdings = self._desk.hold_all(specs, owner=owner)
         if self._places.is_any_fetched and self._places.is_waiting(owner):
-            self._give_up_fetched(owner)
+            self._desk.give_up_fetched(owner)
         leases: dict[str, Lease] = {}
         try:
             for name, spec in specs.items():
@@ -164,46 +185,27 @@ class Resources:
                 leases[name] = await self.enter(lease, holdings.pop(name), wait_s=wait_s)
         except BaseException:
             for holding in holdings.values():
-                self._leave(holding)
+                self._desk.leave(holding)
             for lease in leases.values():
                 self.end(lease)
             raise
         return leases
 
-    def _hold_all(self, specs: Mapping[str, Spec], *, owner: str) -> dict[str, Holding]:
-        """Places of several; those that are not held already are asked for together.
-
-        What was fetched ahead is taken over where that is all that is wanted; else it goes back and is asked for with
-        the rest, since to keep some while waiting for others is how a deadlock begins.
-        """
-        holdings: dict[str, Holding] = {}
-        try:
-            for name, spec in specs.items():
-                held = self._held(spec, name, owner) if owner else None
-                if held is not None:
-                    holdings[name] = held
-            fetched = [holding for holding in holdings.values() if holding.count == 1]
-            is_let_in = all(holding.request.state is TicketState.LET_IN for holding in fetched)
-            is_one = len({id(holding.request) for holding in fetched}) == 1
-            if fetched and (len(holdings) < len(specs) or not (is_let_in or is_one)):
-                for holding in fetched:
-                    del holdings[holding.name]
-                    self._leave(holding)
-            missing = [(spec, name) for name, spec in specs.items() if name not in holdings]
-            if missing:
-                holdings.update({holding.name: holding for holding in self._ask(missing, owner=owner)})
-        except BaseException:
-            for holding in holdings.values():
-                self._leave(holding)
-            raise
-        return holdings
+    async def _wait_for_a_try(self, specs: Mapping[str, Spec], owner: str, wait_s: float | None) -> None:
+        """Where starts of such specs kept failing, until it is worth another try; outside of all lines."""
+        wait_s = self._wait_s if wait_s is None else wait_s
+        for name, spec in specs.items():
+            if not (owner and self._desk.has(spec, name, owner)):
+                is_there = functools.partial(self._desk.is_there, spec)
+                await self._breakers.ready(spec, owner=owner, wait_s=wait_s, is_there=is_there)
+        self._check_open()
 
     # --- ends
 
     def end(self, lease: Lease, *, is_lost: bool = False) -> asyncio.Task[None] | None:
         """The end of one lease; what cleans up after it, where that takes time."""
         holding = lease.end()
-        return None if holding is None else self._leave(holding, is_lost=is_lost)
+        return None if holding is None else self._desk.leave(holding, is_lost=is_lost)
 
     async def finished(self, works: Sequence[asyncio.Task[None]]) -> None:
         """Wait for cleaning, which goes on if the caller is cancelled, and whose failures are the pool's affair."""
@@ -216,19 +218,25 @@ class Resources:
         if not owner:
             raise ValueError("owner: expected a name, got an empty one, which is shared by all unowned leases")
         fault = ResourceLost(f"the lease has ended: the resources of {owner!r} were released, its episode is over")
+        self._breakers.cut(owner, fault)
         return await self._cut(self._places.of(owner), fault)
 
     async def close(self) -> None:
         """End every lease and instance; whoever waits for one gets ResourceFailed.  Twice is harmless."""
-        self._closed = self._instances.is_closed = True
+        self._closed = self._returns.is_closed = True
+        self._closing.set()
         fault = ResourceFailed("the resource pool is closed; no further leases")
+        self._breakers.cut(None, fault)
         await self._cut(self._places.all(), fault)
         for slot in list(self._admission.idle):
             self._admission.evict(slot)
         self._turns.look(())
         self._turns.close()
         self._sweep.close()
-        await self._instances.close(unwanted=self._reaping)
+        self._leftovers.close()
+        await self._works.finish(unwanted=self._reaping)
+        await self._instances.close()
+        self._ledger.close()
 
     async def _cut(self, holdings: Iterable[Holding], fault: ResourceFailed) -> int:
         """End places under their holders."""
@@ -241,128 +249,12 @@ class Resources:
                     lease.end()
                 holding.leases = ()
                 holding.count = 1
-                work = self._leave(holding)
+                work = self._desk.leave(holding)
                 if work is not None:
                     works.append(work)
             holding.request.wake()
         await self.finished(works)
         return num_leases
-
-    def _leave(self, holding: Holding, *, is_lost: bool = False) -> asyncio.Task[None] | None:
-        """One lease of a place less, or one that waited for it; the last gives it back."""
-        if holding.count == 0:  # it was ended before
-            return None
-        holding.count -= 1
-        request = holding.request
-        is_in = request.state is TicketState.LET_IN
-        if is_lost and is_in:
-            self._instances.retire(holding.slot)
-        if holding.count:
-            return None
-        self._places.remove(holding)
-        is_last = len(request.holdings) == 1 or not any(other.count for other in request.holdings)
-        if is_last and request.state is TicketState.WAITING:
-            self._turns.withdraw(request)
-        if is_last:
-            request.holdings = ()  # else they would keep each other until the garbage collector comes
-        if not is_in:
-            return None
-        slot = holding.slot
-        now = self._clock()
-        slot.tenant.meter.hold.add(now - holding.since)
-        return self._instances.give_back(slot, now)
-
-    # --- places
-
-    def _held(self, spec: Spec, name: str, owner: str) -> Holding | None:
-        """What an owner has already by this name, or fetched ahead; one lease more of it."""
-        held = self._places.named(owner, name)
-        if held is not None:
-            if held.spec.key != spec.key:
-                raise ConfigError(
-                    f"{owner!r} holds {name!r} with another spec: end that lease first, or choose another name",
-                    param="name",
-                )
-            held.count += 1
-            return held
-        for held in self._places.fetched(owner):
-            if held.spec.key != spec.key:
-                continue
-            if held.request.fault is not None:
-                logger.info("what was fetched ahead failed, so the lease tries again: %s", held.request.fault)
-                self._leave(held)
-                continue
-            self._places.take_over(held, name)  # its place counted one lease from the beginning
-            return held
-        return None
-
-    def _ask(self, wanted: Sequence[tuple[Spec, str]], *, owner: str) -> list[Holding]:
-        """New places in line, all of one ticket."""
-        by_book: dict[Book, list[tuple[Spec, str]]] = {}
-        try:
-            for spec, name in wanted:
-                by_book.setdefault(self._book(spec), []).append((spec, name))
-            counts = [(book, len(specs)) for book, specs in by_book.items()]
-            if len(wanted) > 1:
-                check_together([(book.spec, book.holds, 1 if book.is_shared else n) for book, n in counts])
-            request = Request(counts, self._pots.draws_of([spec.draw for spec, _ in wanted if spec.draw is not None]))
-            places = [place for specs in by_book.values() for place in specs]
-            request.holdings = tuple(
-                Holding(request, index, spec, name, owner) for index, (spec, name) in enumerate(places)
-            )
-            self._turns.ask(request)
-        except WingbeatError:
-            for book in by_book:
-                self._admission.forget(book)
-            raise
-        for holding in request.holdings:
-            self._places.add(holding)
-        return list(request.holdings)
-
-    def _ask_one(self, spec: Spec, name: str, owner: str) -> Holding:
-        """As :meth:`_ask`, of one."""
-        if spec.draw is not None:
-            return self._ask([(spec, name)], owner=owner)[0]
-        book = self._admission.books.get(spec.key) or self._book(spec)
-        request = Request(book.alone)
-        holding = Holding(request, 0, spec, name, owner)
-        request.holdings = (holding,)
-        self._turns.ask(request)
-        self._places.add(holding)
-        return holding
-
-    def _book(self, spec: Spec) -> Book:
-        """Raises what makes waiting for such a spec pointless."""
-        book = self._admission.books.get(spec.key)
-        if book is None:
-            self._instances.backend_of(spec)
-            holds = self._pots.holds_of(spec)
-            book = Book(spec.key, spec, holds=holds, is_shared=spec.reuse is Reuse.SHARED)
-            self._admission.books[spec.key] = book
-        return book
-
-    def _let_in(self, request: Request) -> None:
-        now = self._clock()
-        is_left = False
-        for holding, slot in zip(request.holdings, request.slots, strict=True):
-            holding.since = now
-            self._instances.admit(slot, request, now)
-            slot.tenant.meter.wait.add(now - request.asked_at)
-            is_left |= holding.count == 0
-        if is_left:  # an owner left some of it
-            for holding in request.holdings:
-                if holding.count == 0:
-                    self._instances.give_back(holding.slot, now)
-        if self._places.is_any_fetched and request.holdings:
-            owner = request.holdings[0].owner
-            if self._places.fetched(owner) and self._places.is_waiting(owner):
-                self._give_up_fetched(owner)
-
-    def _give_up_fetched(self, owner: str) -> None:
-        """What an owner has and does not use must not be what somebody waits for who has what the owner waits for."""
-        for holding in self._places.fetched(owner):
-            if holding.request.state is TicketState.LET_IN:
-                self._leave(holding)
 
     # --- the pool itself
 
@@ -377,7 +269,7 @@ class Resources:
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
-        if self._admission.books or self._instances.tasks:
+        if self._admission.books or self._works.tasks:
             raise ConfigError(
                 "this resource pool belongs to another event loop and still holds resources there: make one inside"
                 " each asyncio.run (`async with Resources() as pool`), or use SyncResources from synchronous code"
@@ -385,18 +277,30 @@ class Resources:
         self._loop = loop
         self._turns.close()  # its timers were of the other loop
         self._sweep.close()
-        self._reaping = self._instances.spawn(self._reap(), "reap")
+        self._leftovers.arm()
+        self._closing = asyncio.Event()
+        self._reaping = self._works.spawn(self._reap(), "reap")
 
     async def _reap(self) -> None:
-        """End what processes that are gone have left."""
+        """End what processes that are gone have left, and look again for what may have come after the first look."""
         try:
-            await reap(self._folder, backends=self._backends)
+            again_s = (await look(self._folder, backends=self._backends)).again_s
+            while again_s is not None and not self._closing.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(again_s):
+                        await self._closing.wait()
+                        return
+                again_s = (await look(self._folder, backends=self._backends)).again_s
         except (OSError, WingbeatError) as error:
             logger.warning("what dead processes left was not looked for in %s: %s", self._folder, error)
 
-    def _on_idle(self, at: float) -> None:
-        if not self._closed:
-            self._sweep.expect(at)
+    def _on_idle(self, slot: Slot) -> None:
+        """An instance waits for its next lease."""
+        spec: Spec = slot.book.spec
+        if spec.idle_ttl_s is not None and not self._closed:
+            self._sweep.expect(slot.idle_since + spec.idle_ttl_s)
+        if self._breakers.is_any_broken:
+            self._breakers.there_is_one(spec)
 
     # --- figures
 
@@ -410,6 +314,10 @@ class Resources:
         """Instances that wait for their next lease."""
         return self._admission.num_idle
 
+    def fetched(self, owner: str) -> list[Spec]:
+        """What an owner has fetched ahead, or waits for, and not leased yet."""
+        return [holding.spec for holding in self._places.fetched(owner)]
+
     def snapshot(self) -> list[ClassStats]:
         """Of every class of resources so far, by kind and label."""
         idle: dict[tuple[str, str], int] = defaultdict(int)
@@ -420,6 +328,9 @@ class Resources:
             if book.num_waiting:
                 self._instances.meter_of(book.spec)
                 waiting[book.spec.kind, book.spec.label] += book.num_waiting
+        for spec in self._breakers.waiting:
+            self._instances.meter_of(spec)
+            waiting[spec.kind, spec.label] += 1
         now = self._clock()
         classes = sorted(self._instances.classes.items())
         return [meter.snapshot(now, idle=idle[key], waiting=waiting[key]) for key, meter in classes]
@@ -429,14 +340,16 @@ class Resources:
         return self._pots.snapshot(self._clock())
 
 
-def of_process(processes: int, *, urls: Sequence[str] = (), key: str | None = None) -> ResourcePool:
+def of_process(
+    processes: int, *, urls: Sequence[str] = (), key: str | None = None, find: Find | None = None
+) -> ResourcePool:
     """The pool of one of several client processes that share this machine; an async context manager.
 
-    ``urls`` of resources servers: everything but in-process objects is leased there.
+    ``urls`` of resources servers: everything but in-process objects is leased there; ``find`` asks for them anew.
     """
     local = Resources(Budgets.of_machine(processes=processes))
     if not urls:
         return local
     from wingbeat.resources.remote import RemoteResources  # with all that speaks HTTP
 
-    return RemoteResources(urls, key, local=local)
+    return RemoteResources(urls, key, local=local, find=find)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wingbeat.core.errors import ConfigError, UnavailableError
+from wingbeat.resources.boxes import check_env
 
 Hook = Callable[[Any], Any | Awaitable[Any]]
 
@@ -173,6 +174,13 @@ class Spec(_Fields, frozen=True):
         """Equal for specs whose every field is equal: what may share an instance."""
         return SpecKey((self.kind, self.model_dump_json()))
 
+    @cached_property
+    def start_key(self) -> Hashable:
+        """Equal for specs that start alike: it leaves out what comes from tasks, so that a missing image is noticed
+        though each task has files of its own."""
+        of_tasks = {"files": True, "env": True, "label": True, "box": {"files", "env"}}
+        return SpecKey((self.kind, self.model_dump_json(exclude=of_tasks)))
+
     @property
     def holds(self) -> Needs:
         """What counts against the budgets."""
@@ -219,6 +227,10 @@ class LocalSpec(Spec, frozen=True):
     def key(self) -> Hashable:
         return SpecKey(tuple(getattr(self, name) for name in type(self).model_fields))
 
+    @cached_property
+    def start_key(self) -> Hashable:
+        return self.key
+
 
 class Mount(_Fields, frozen=True):
     """A path of the host that a box sees."""
@@ -263,9 +275,7 @@ class BoxSpec(Spec, frozen=True):
     @model_validator(mode="after")
     def _can_be_started(self) -> Self:
         """A fault of these would fail each start of such a box, as if the machine were at fault."""
-        for name, value in self.env.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"env: expected names without =, and no zero bytes, got {name!r}")
+        check_env(self.env)
         for path in self.files:
             parts = path.split("/")
             if "\0" in path or any(part in ("", ".", "..") for part in parts):

@@ -149,6 +149,19 @@ class ModelSpec(Spec, frozen=True):
         return self
 
 
+def command_timeout_s(spec: Spec) -> float:
+    """How long a command may take in a box of this spec, unless it is told otherwise."""
+    box = spec.box if isinstance(spec, RaySpec) else spec
+    assert isinstance(box, BoxSpec), f"expected the spec of a box, got kind {spec.kind}"
+    return box.command_timeout_s
+
+
+def answer_timeout_s(spec: Spec) -> float:
+    """How long a request of an endpoint or a model of this spec takes at most, its waits and tries included."""
+    assert isinstance(spec, EndpointSpec | ModelSpec), f"expected the spec of an endpoint or model, got {spec.kind}"
+    return spec.queue_s + spec.retry_budget_s + spec.request_timeout_s
+
+
 def _check_url(url: str, field: str) -> None:
     """Only what names a server and a path: a key has no place in a spec, which is logged."""
     try:

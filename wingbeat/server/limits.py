@@ -39,12 +39,25 @@ class Quota:
     """One thing that clients hold for a while."""
 
     def __init__(
-        self, name: str, what: str, *, limit: int, total: int | None, refused: Callable[[str], None], help: str
+        self,
+        name: str,
+        what: str,
+        *,
+        limit: int,
+        total: int | None,
+        refused: Callable[[str], None],
+        help: str,
+        section: str = "limits",
+        total_name: str = "",
     ) -> None:
-        """``name`` is the configuration's key; ``total`` None sets no bound for all together."""
+        """``name`` and ``total_name`` ("": ``total_`` before it) are keys of a section of the configuration; ``total``
+        None sets no bound for all together."""
         self._name = name
+        self.key = f"{section}.{name}"
+        """In messages."""
+        self._total_key = f"{section}.{total_name or f'total_{name}'}"
         self._what = what
-        self._limit = limit
+        self.limit = limit
         self._total = total
         self._refused = refused
         self._help = help
@@ -62,7 +75,7 @@ class Quota:
         all have twice as much: many greedy clients must not shut the others out, nor fill the memory.
         """
         held = self.held(client)
-        own = self._limit - held
+        own = self.limit - held
         if self._total is None:
             return own
         left = self._total - self.num_held
@@ -77,18 +90,18 @@ class Quota:
         if count <= room:
             return
         self._refused(self._name)
-        if count > self._limit:
+        if count > self.limit:
             raise RequestError(
-                f"this takes {count} {self._what}, and one client may have {self._limit} (limits.{self._name}):"
+                f"this takes {count} {self._what}, and one client may have {self.limit} ({self.key}):"
                 " ask for less at once"
             )
         held = self.held(client)
-        if held + count > self._limit:
-            bound = f"{called(client)} has {held} of {self._limit} {self._what} (limits.{self._name})"
+        if held + count > self.limit:
+            bound = f"{called(client)} has {held} of {self.limit} {self._what} ({self.key})"
         else:
             bound = (
                 f"all clients together have {self.num_held} of {self._total} {self._what}"
-                f" (limits.total_{self._name}), {called(client)} {held} of them"
+                f" ({self._total_key}), {called(client)} {held} of them"
             )
         raise LimitReached(f"{bound}: {self._help}", retry_after_s=1.0)
 
@@ -124,7 +137,16 @@ class Quota:
 class Rate:
     """A token bucket for every client."""
 
-    def __init__(self, *, per_s: float, burst: int, clock: Callable[[], float], refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        per_s: float,
+        burst: int,
+        clock: Callable[[], float],
+        refused: Callable[[str], None],
+        section: str = "limits",
+    ) -> None:
+        self._key = f"{section}.requests_per_s"
         self._per_s = per_s
         self._burst = float(burst)
         self._clock = clock
@@ -146,7 +168,7 @@ class Rate:
             self._refused("requests_per_s")
             wait_s = (1.0 - left) / self._per_s
             raise TooFast(
-                f"{called(client)} sends more than {self._per_s:g} requests per second (limits.requests_per_s):"
+                f"{called(client)} sends more than {self._per_s:g} requests per second ({self._key}):"
                 f" wait {max(1.0, wait_s):.0f} s",
                 retry_after_s=wait_s,
             )

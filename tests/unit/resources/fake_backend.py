@@ -56,6 +56,7 @@ class FakeBackend:
     """Counts what is alive."""
 
     kind: ClassVar[str] = "fake"
+    thing: ClassVar[type[Thing]] = Thing
 
     def __init__(self) -> None:
         self.made: list[Thing] = []
@@ -88,7 +89,7 @@ class FakeBackend:
         self.num_starting_at_most = max(self.num_starting_at_most, self.num_starting)
         try:
             await self.step("before start")
-            thing = Thing(self, len(self.made), spec)
+            thing = self.thing(self, len(self.made), spec)
             self.made.append(thing)
             self.alive[thing.handle] = thing
             self.num_alive_at_most = max(self.num_alive_at_most, len(self.alive))

@@ -11,7 +11,7 @@ import contextlib
 import json
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class FakeKubernetes:
     pods: dict[str, Pod] = field(default_factory=dict[str, Pod])
     policies: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evicted: set[str] = field(default_factory=set[str])
+    before_create: Callable[[], None] = lambda: None
+    """Called, in a thread, before a pod is made."""
     hold_start: bool = False
     """Pods stay pending."""
     watch_s: float = 3600.0
@@ -118,6 +120,7 @@ class FakeKubernetes:
 
     async def _create(self, request: web.Request) -> web.Response:
         manifest = await request.json()
+        await asyncio.to_thread(self.before_create)
         name = manifest["metadata"]["name"]
         if name in self.pods:
             return _status(409, "AlreadyExists", f'pods "{name}" already exists')

@@ -14,6 +14,7 @@ import uvicorn
 from wingbeat.core.config.resources import ResourcesConfig
 from wingbeat.core.config.server import ServerConfig
 from wingbeat.resources import Instance, ResourceFailed, Resources, Spec
+from wingbeat.resources.backends.endpoint import Endpoint
 from wingbeat.resources.remote import RemotePool
 from wingbeat.server.http.protocol import Bounds, bounded_protocol
 from wingbeat.server.keys.ring import KeyRing
@@ -59,16 +60,29 @@ async def lender(
             lifespan="on",
         )
     )
-    http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    http.config.load()
+    http.lifespan = http.config.lifespan_class(http.config)
+    await http.startup(sockets=[listener])  # and not its `serve`, which looks around ten times a second only
     try:
-        while not http.started:  # noqa: ASYNC110, uvicorn has no event for it
-            await asyncio.sleep(0.01)
         yield Lender(lending, f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:
-        http.should_exit = True
-        await serving
-        listener.close()
+        await _end(http)
+
+
+async def _end(http: uvicorn.Server) -> None:
+    """As its `shutdown` does it, which sleeps a tenth of a second and waits a whole one for idle connections."""
+    for listening in http.servers:
+        listening.close()
+    for connection in tuple(http.server_state.connections):
+        connection.shutdown()
+    try:
+        async with asyncio.timeout(1):
+            while http.server_state.connections or http.server_state.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    except TimeoutError:
+        for task in tuple(http.server_state.tasks):
+            task.cancel()
+    await http.lifespan.shutdown()
 
 
 class RemoteInstance:
@@ -86,7 +100,8 @@ class RemoteInstance:
 
     async def check(self) -> None:
         await self.inner().check()
-        await self.value.list(".")
+        if not isinstance(self.value, Endpoint):
+            await self.value.list(".")
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -98,6 +113,8 @@ class RemoteBackend:
 
     kind: str
     make: Callable[[], Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    """Of the server, beside its kind."""
     started: list[Instance] = field(default_factory=list)
     _stack: contextlib.AsyncExitStack | None = None
     _remote: RemotePool | None = None
@@ -126,7 +143,8 @@ class RemoteBackend:
         if self._stack is None:
             self._stack = contextlib.AsyncExitStack()
             inner = Recording(self.kind, self.make(), self.started)
-            found = await self._stack.enter_async_context(lender({self.kind: inner}, cpus=64, memory_mb=64_000))
+            settings = {"kinds": [self.kind], "cpus": 64, "memory_mb": 64_000, **self.config}
+            found = await self._stack.enter_async_context(lender({self.kind: inner}, **settings))
             self._remote = RemotePool(found.url)
             self._stack.push_async_callback(self._remote.close)
         assert self._remote is not None
@@ -136,12 +154,16 @@ class RemoteBackend:
 class Recording:
     """Another back-end, that notes what it started."""
 
+    meters: Any = None
+
     def __init__(self, kind: str, inner: Any, started: list[Instance]) -> None:
         self.kind = kind
         self._inner = inner
         self._started = started
 
     def check(self, spec: Spec) -> None:
+        if hasattr(self._inner, "meters"):
+            self._inner.meters = self.meters
         self._inner.check(spec)
 
     async def start(self, spec: Spec, *, started: Callable[[str], None]) -> Instance:

@@ -147,20 +147,22 @@ def test_only_groups_of_dead_owners_are_swept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["cpus", "memory_mb", "cpu_s"])
 def test_without_control_groups_limits_of_a_whole_box_are_refused(field: str) -> None:
     with pytest.raises(UnsupportedField, match="nothing is mounted") as caught:
-        plan_limits(SandboxSpec.model_validate({field: 1}), NONE, pids=None, has_own_users=True)
+        plan_limits(SandboxSpec.model_validate({field: 1}), NONE, pids=None)
     assert caught.value.field == field
 
 
 def test_without_control_groups_single_processes_are_limited() -> None:
     spec = SandboxSpec(process_memory_mb=64, pids=10, file_mb=2)
-    plan = plan_limits(spec, NONE, pids=10, has_own_users=True)
+    plan = plan_limits(spec, NONE, pids=10)
     assert plan.group.controllers == ()
     assert plan.numbers == (-1, 2 * MIB, 64 * MIB, 11)
 
 
 def test_without_control_groups_or_users_of_its_own_a_number_of_processes_is_refused() -> None:
     with pytest.raises(UnsupportedField, match="other processes of this user") as caught:
-        plan_limits(SubprocessSpec(network=True, pids=10), NONE, pids=10, has_own_users=False)
+        plan_limits(
+            SubprocessSpec(network=True, pids=10), NONE, pids=10, uncounted="it counts other processes of this user"
+        )
     assert caught.value.field == "pids"
 
 
@@ -173,7 +175,7 @@ def test_a_container_bounds_its_memory_as_a_whole_only() -> None:
 def test_control_groups_are_used_where_they_are(tmp_path: Path) -> None:
     homes = Homes(2, dict.fromkeys(("memory", "pids", "cpu", "cpuacct"), tmp_path))
     spec = SandboxSpec(memory_mb=64, process_memory_mb=32, pids=10, cpus=0.5, cpu_s=2)
-    plan = plan_limits(spec, homes, pids=10, has_own_users=True)
+    plan = plan_limits(spec, homes, pids=10)
     assert plan.group == GroupLimits(memory_bytes=64 * MIB, pids=10, cpus=0.5, counts_cpu=True, holds_together=True)
     assert plan.numbers == (2, -1, 32 * MIB, -1)
 

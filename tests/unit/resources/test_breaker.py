@@ -99,3 +99,25 @@ def test_whatever_happens_at_most_one_request_probes(steps: list[str]) -> None:
             ended(is_probe=under_way.pop(0))
         assert sum(under_way) <= 1
         assert one.state is not BreakerState.OPEN or clock.now >= one.opens_at or not one.may_send()
+
+
+def test_each_probe_that_fails_doubles_the_pause_and_a_success_ends_that() -> None:
+    clock = Clock()
+    one = Breaker(max_failures=2, cool_s=1.0, max_cool_s=3.0, clock=clock)
+
+    def fail() -> float:
+        """The pause after it."""
+        one.failed(is_probe=one.sent())
+        return one.opens_at - clock.now
+
+    assert fail() == 0.0 - clock.now
+    pauses: list[float] = []
+    for _ in range(4):
+        pauses.append(fail())
+        clock.now = one.opens_at
+        assert one.may_send()
+    assert (pauses, one.num_failures) == ([1.0, 2.0, 3.0, 3.0], 5)
+    one.succeeded(is_probe=one.sent())
+    assert one.num_failures == 0
+    fail()
+    assert fail() == 1.0

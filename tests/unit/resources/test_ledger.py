@@ -16,7 +16,7 @@ import pytest
 from fake_backend import FakeBackend, fake
 
 from wingbeat.core.errors import SetupError
-from wingbeat.resources import Budgets, Reaped, ResourceFailed, Resources, pool_instances, reap, state_folder
+from wingbeat.resources import Budgets, Reaped, ResourceFailed, Resources, pool_tenants, reap, state_folder
 from wingbeat.resources.ledger import Ledger, Owner, left_in
 
 
@@ -265,15 +265,23 @@ def test_a_process_that_is_killed_has_its_things_ended_by_the_next(tmp_path: Pat
 
 
 def test_a_forked_child_does_not_keep_its_parents_ledger_alive(tmp_path: Path) -> None:
+    broken = [Ledger(tmp_path / "other") for _ in range(4)]  # in the child they cannot be closed
+    for one in broken:
+        one.started("fake", "thing")
+        os.close(one._file)
     ledger = Ledger(tmp_path)
     ledger.started("fake", "thing")
-    read, write = os.pipe()
+    for one in broken:
+        one._file = 2**20
+    (read, write), (is_up, up) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write)
+        os.write(up, b"!")
         os.read(read, 1)  # until the parent has looked
         os._exit(0)
     os.close(read)
+    assert os.read(is_up, 1) == b"!"  # what runs in a child at the fork has run
     os.close(ledger._file)  # as the death of the parent does
     try:
         assert left_in(tmp_path) is not None
@@ -284,9 +292,11 @@ def test_a_forked_child_does_not_keep_its_parents_ledger_alive(tmp_path: Path) -
         assert left.entries == (("fake", "thing"),)
         left.close()
     finally:
-        os.close(write)
+        for file in (write, is_up, up):
+            os.close(file)
         os.waitpid(child, 0)
-        ledger._file = -1
+        for one in (ledger, *broken):
+            one._file = -1
 
 
 async def test_a_pool_that_closes_does_not_wait_for_what_others_left(
@@ -297,7 +307,7 @@ async def test_a_pool_that_closes_does_not_wait_for_what_others_left(
             await asyncio.Event().wait()
             return True
 
-    monkeypatch.setattr(pool_instances, "UNWANTED_S", 0.01)
+    monkeypatch.setattr(pool_tenants, "UNWANTED_S", 0.01)
     forge(tmp_path, entries=[("fake", "thing 7")], **DEAD)
     pool = Resources(Budgets(), backends={"fake": Hanging()}, ledger=tmp_path)
     async with asyncio.timeout(5), pool, pool.lease(fake()):

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
+from wingbeat.core.errors import AuthenticationError, ConfigError
 from wingbeat.resources import ResourceLost, SubprocessSpec
-from wingbeat.resources.remote import RemotePool
+from wingbeat.resources.remote import RemotePool, RemoteResources
 
 pytestmark = pytest.mark.slow
 BOX = SubprocessSpec(network=True)
@@ -81,6 +83,47 @@ async def test_the_leases_of_a_killed_client_end(tmp_path: Path) -> None:
         await pool.close()
         process.terminate()
         assert process.wait(30) == 0, "a signal ends it in peace"
+
+
+async def test_keys_and_certificates_are_those_of_any_server(tmp_path: Path) -> None:
+    authority, secret = trustme.CA(), "an admin key of this test"
+    made = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    made.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    made.private_key_pem.write_to_path(tmp_path / "key.pem")
+    tls = [f"--server.tls_cert={tmp_path / 'cert.pem'}", f"--server.tls_key={tmp_path / 'key.pem'}"]
+    with served(tmp_path, *tls, f"--server.admin_key={secret}") as (_, url):
+        assert url.startswith("https://")
+        async with RemoteResources(url, secret, ca=tmp_path / "ca.pem") as pool, pool.lease(BOX) as lease:
+            assert (await lease.value.run("echo held")).stdout == b"held\n"
+        for key, ca, error, words in (
+            (None, tmp_path / "ca.pem", AuthenticationError, "no API key"),
+            (secret, None, ConfigError, "certificate"),
+        ):
+            async with RemoteResources(url, key, ca=ca, retry_budget_s=0) as pool:
+                with pytest.raises(error, match=words):
+                    async with pool.lease(BOX):
+                        pass
+
+
+async def test_a_server_that_is_to_end_does_not_wait_for_those_who_wait_for_it(tmp_path: Path) -> None:
+    with served(tmp_path, "--resources.heartbeat_s=5") as (process, url):
+        pool = RemotePool(url, retry_budget_s=0)
+        one = BOX.model_copy(update={"limit": 1})
+        async with contextlib.AsyncExitStack() as stack:
+            lease = await stack.enter_async_context(pool.lease(one))
+            waiting = asyncio.create_task(pool.lease(one).__aenter__())
+            async with asyncio.timeout(10):
+                while (await pool.status()).leases < 2:  # noqa: ASYNC110, it is another process
+                    await asyncio.sleep(0.01)
+            began = time.monotonic()
+            process.terminate()
+            for told in (waiting, lease.value.run("sleep 60")):
+                with pytest.raises(ResourceLost):
+                    await told
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert time.monotonic() - began < 8, "less than what it gives requests that go on"
+        await pool.close()
 
 
 async def test_what_a_killed_server_lent_is_lost_and_the_next_one_ends_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -402,3 +403,51 @@ async def test_without_control_groups_it_works_with_limits_of_processes() -> Non
         bomb = "import os, time\nfor _ in range(100):\n    os.fork() or time.sleep(1000)"
         done = await instance.value.run(["python3", "-c", bomb])
         assert done.stopped_by == "pids"
+
+
+WITHOUT_USERS = """
+import asyncio, json
+from wingbeat.resources.backends.limits_cgroups import Homes, PIDS
+from wingbeat.resources.backends.sandbox import SandboxBackend
+from wingbeat.resources.specs import SandboxSpec, UnsupportedField
+
+BREAK = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (-1, -1))"
+
+async def main():
+    for spec in (SandboxSpec(), SandboxSpec(pids=20)):
+        try:
+            SandboxBackend(homes=lambda: Homes(0, reason="for this test")).check(spec)
+            print("accepted")
+        except UnsupportedField as error:
+            print(error.field, error.message)
+    backend = SandboxBackend()
+    if PIDS not in backend._find_homes():
+        return
+    spec = SandboxSpec(pids=20, file_mb=1, process_memory_mb=100)
+    backend.check(spec)
+    instance = await backend.start(spec, started=lambda _: None)
+    run = instance.value.run
+    bomb = "import os, time\\nfor _ in range(100):\\n    os.fork() or time.sleep(1000)"
+    for command in (bomb, "open('a', 'wb').write(bytes(2_000_000))", "x = bytearray(200_000_000)", BREAK):
+        done = await run(["python3", "-c", command])
+        print(done.exit_code != 0, done.stopped_by)
+    await instance.close()
+    await backend.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give")
+def test_root_without_other_users_has_no_limits_that_nothing_holds() -> None:
+    """In a user namespace of one user, as in some containers: outside, a sandbox's processes are root's."""
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", WITHOUT_USERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    default, explicit, *held_by_others = done.stdout.splitlines()
+    assert re.match(r"pids .*nothing would hold 1024 processes, its default: .*for this test.*other users", default)
+    assert re.match(r"pids .*nothing would hold 20 processes, as the spec says", explicit)
+    assert "sandboxes have no users of their own here (as user 6" in done.stderr
+    if held_by_others:
+        assert held_by_others == ["True pids", "True file", "True memory", "True None"]

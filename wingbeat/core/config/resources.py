@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from wingbeat.core.config.section import Section
 
@@ -52,7 +52,8 @@ class ResourcesConfig(Section):
     )
     mounts: list[str] = Field(
         default=[],
-        description="Folders of this machine that boxes may mount, with all below: read-only, unless `:rw` follows.",
+        description="Folders of this machine that boxes may mount: read-only, each folder and file below, too; with"
+        " `:rw` after it also for writing, and then the folder itself only.",
     )
     images: list[str] = Field(
         default=[], description="Images of `docker` and `kubernetes` that clients may use; a `*` at the end: any rest."
@@ -62,13 +63,25 @@ class ResourcesConfig(Section):
         default=[],
         description="Addresses that `endpoint` and `model` may call, with what is below; the server calls no other.",
     )
-    key_variables: list[str] = Field(
-        default=[], description="Environment variables whose keys clients may have sent to those addresses, by name."
+    key_variables: dict[str, list[str]] = Field(
+        default={},
+        description="Environment variables whose keys clients may have sent, each with those of `urls` that it is for.",
     )
     leases_per_client: int = Field(
         default=256, ge=1, description="Resources that one client may hold, wait for or have fetched ahead at once."
     )
     total_leases: int = Field(default=4096, ge=1, description="The same of all clients together.")
+    requests_per_s: float = Field(
+        default=1000.0,
+        gt=0,
+        description="Requests of one client per second, on average; more get 429. A body counts as one more for every"
+        " 64 KiB.",
+    )
+    request_burst: int = Field(default=10_000, ge=1, description="Requests of one client that may come at once.")
+    body_bytes: int = Field(
+        default=256 * 2**20, ge=1, description="Request bodies of one client that are received or read at once."
+    )
+    total_body_bytes: int = Field(default=2**30, ge=1, description="Request bodies of all at once.")
     heartbeat_s: float = Field(
         default=5.0, ge=0.1, description="How often clients report life; silent for four times as long, one is gone."
     )
@@ -87,6 +100,15 @@ class ResourcesConfig(Section):
             path = mount.removesuffix(WRITABLE)
             if not path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"expected an absolute path such as /data or /scratch:rw, got {mount!r}")
+        written = [mount.removesuffix(WRITABLE).rstrip("/") for mount in mounts if mount.endswith(WRITABLE)]
+        for mount in mounts:
+            path = mount.removesuffix(WRITABLE).rstrip("/")
+            for outer in written:
+                if path.startswith(f"{outer}/"):
+                    raise ValueError(
+                        f"{mount!r} is below {outer + WRITABLE!r}: whoever writes there could have {path!r} lead"
+                        " anywhere; name folders that are not within each other"
+                    )
         return mounts
 
     @field_validator("urls")
@@ -96,6 +118,26 @@ class ResourcesConfig(Section):
             if place_of(url) is None:
                 raise ValueError(f"expected an address like https://host/v1, got {url!r}")
         return urls
+
+    @model_validator(mode="after")
+    def _keys_have_places(self) -> ResourcesConfig:
+        for name, urls in self.key_variables.items():
+            if not urls:
+                raise ValueError(f"key_variables: {name} names no address, so its key could never be sent")
+            for url in urls:
+                if not any(is_below(url, allowed) for allowed in self.urls):
+                    raise ValueError(
+                        f"key_variables: {name} is for {url}, which is none of urls, nor below one: add it there"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _totals_hold_a_client(self) -> ResourcesConfig:
+        for name, total in (("leases_per_client", "total_leases"), ("body_bytes", "total_body_bytes")):
+            one, all_ = getattr(self, name), getattr(self, total)
+            if all_ < one:
+                raise ValueError(f"`{total}` = {all_} is less than what one client may have, `{name}` = {one}")
+        return self
 
 
 Place = tuple[str, str, int, tuple[str, ...]]

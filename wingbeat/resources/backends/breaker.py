@@ -68,14 +68,27 @@ def advance(now: BreakerState, event: BreakerEvent) -> BreakerState:
 class Breaker:
     """Of one address."""
 
-    __slots__ = ("_clock", "_cool_s", "_failures", "_max_failures", "_opened_at", "_probing", "state")
+    __slots__ = (
+        "_clock",
+        "_cool_s",
+        "_first_cool_s",
+        "_max_cool_s",
+        "_max_failures",
+        "_opened_at",
+        "_probing",
+        "num_failures",
+        "state",
+    )
 
-    def __init__(self, *, max_failures: int, cool_s: float, clock: Clock) -> None:
-        """``max_failures`` in a row open it for ``cool_s``."""
+    def __init__(self, *, max_failures: int, cool_s: float, clock: Clock, max_cool_s: float | None = None) -> None:
+        """``max_failures`` in a row open it for ``cool_s``, and each probe that fails for twice as long, up to
+        ``max_cool_s``."""
         self._max_failures = max_failures
-        self._cool_s = cool_s
+        self._first_cool_s = self._cool_s = cool_s
+        self._max_cool_s = cool_s if max_cool_s is None else max_cool_s
         self._clock = clock
-        self._failures = 0
+        self.num_failures = 0
+        """In a row; those that came while it was open do not count."""
         self._opened_at = 0.0
         self._probing = False
         self.state = BreakerState.CLOSED
@@ -105,9 +118,9 @@ class Breaker:
 
     def failed(self, *, is_probe: bool) -> None:
         """It did not, or with a fault of its own."""
-        if self.state is BreakerState.CLOSED:
-            self._failures += 1
-        too_many = self._failures >= self._max_failures
+        if self.state is BreakerState.CLOSED or is_probe:
+            self.num_failures += 1
+        too_many = self.num_failures >= self._max_failures
         self._end(BreakerEvent.TOO_MANY if too_many else BreakerEvent.FAILURE, is_probe=is_probe)
 
     def abandoned(self, *, is_probe: bool) -> None:
@@ -122,5 +135,7 @@ class Breaker:
         self._probing = self._probing and not is_probe
         if self.state is BreakerState.OPEN and before is not BreakerState.OPEN:
             self._opened_at = self._clock()
+            is_again = before is BreakerState.HALF_OPEN
+            self._cool_s = min(2 * self._cool_s, self._max_cool_s) if is_again else self._first_cool_s
         if self.state is BreakerState.CLOSED and event is BreakerEvent.SUCCESS:
-            self._failures = 0
+            self.num_failures = 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import io
 import posixpath
-import re
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Protocol
 
 from wingbeat.resources.backends import container_scripts as scripts
 from wingbeat.resources.backends.container_threads import Threads
-from wingbeat.resources.boxes import Finished
+from wingbeat.resources.boxes import Finished, check_bytes, check_run
 from wingbeat.resources.specs import BoxSpec, ResourceFailed, ResourceLost
 
 STDOUT, STDERR = 1, 2
@@ -38,9 +37,6 @@ FILES_S = 120.0
 """For one file to go in or out."""
 NOT_RUN = 125
 """How :data:`container_scripts.RUN` says that the box is not as it should be."""
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 ERROR_BYTES = 10_000
 OUT_OF_MEMORY = -1
 """In the place of an exit code: all of the container ended, and runs again."""
@@ -137,19 +133,16 @@ class ContainerBox:
         cwd: str | None = None,
     ) -> Finished:
         """As the protocol says; an exit code of 129 to 192 is taken for a signal, which runtimes do not tell apart."""
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not argv or not argv[0] or any("\0" in word for word in argv):
-            raise ValueError(f"command: expected a program and its arguments without zero bytes, got {argv!r}")
+        argv = check_run(command, stdin=stdin, timeout_s=timeout_s, env=env, cwd=cwd)
         limit_s = self._spec.command_timeout_s if timeout_s is None else timeout_s
-        if not limit_s > 0:
-            raise ValueError(f"timeout_s: expected more than 0, got {limit_s}")
         folder = self.workdir if cwd is None else await self._folder(cwd)
         run_id = uuid.uuid4().hex
+        variables = {**(env or {}), scripts.RUN_VARIABLE: run_id}
         inner = ["/bin/sh", "-c", scripts.RUN, "wingbeat-run", str(len(stdin)), run_id, folder, *argv]
         loop = asyncio.get_running_loop()
         began = loop.time()
         ended = await self._execute(
-            ["env", *_assignments({**(env or {}), scripts.RUN_VARIABLE: run_id}), *inner],
+            ["env", *(f"{name}={value}" for name, value in variables.items()), *inner],
             stdin=stdin,
             limit=self._spec.output_bytes,
             timeout_s=limit_s,
@@ -162,6 +155,7 @@ class ContainerBox:
 
     async def write(self, path: str, data: bytes) -> None:
         """As the protocol says."""
+        check_bytes("data", data)
         await self._file("write", path, number=len(data), stdin=data)
 
     async def read(self, path: str, *, max_bytes: int = 10_000_000) -> bytes:
@@ -322,20 +316,6 @@ def _pump(channel: Channel, output: _Output) -> int:
 def _words(ended: _Ended) -> str:
     text = (ended.err + ended.out).decode("utf-8", "replace")
     return " ".join(text.split())[:300] or f"exit code {ended.exit_code}"
-
-
-def _assignments(env: Mapping[str, str]) -> list[str]:
-    check_env(env)
-    return [f"{name}={value}" for name, value in env.items()]
-
-
-def check_env(env: Mapping[str, str]) -> None:
-    """Raises ValueError for what is no name of a variable, or no value."""
-    for name, value in env.items():
-        if not NAME.fullmatch(name) or "\0" in value:
-            raise ValueError(
-                f"env: expected names of letters, digits and _, and values without zero bytes, got {name!r}"
-            )
 
 
 def within(workdir: str, path: str, *, is_file: bool) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from wingbeat.core.errors import ConfigError
-from wingbeat.resources.backends.container_box import check_env
 from wingbeat.resources.specs import BoxSpec, Reuse, UnsupportedField
 
 MIN_DISK_MB = 8
@@ -12,7 +10,7 @@ SMALL_PART = 8
 
 
 def check_box(spec: BoxSpec) -> None:
-    """What no container can honour.  Raises UnsupportedField, ConfigError."""
+    """What no container can honour.  Raises UnsupportedField."""
     if spec.cpu_s is not None:
         raise UnsupportedField(
             spec.kind, "cpu_s", "a container counts processor time of all its commands: use command_timeout_s and cpus"
@@ -25,10 +23,6 @@ def check_box(spec: BoxSpec) -> None:
         raise UnsupportedField(spec.kind, "disk_mb", f"at least {MIN_DISK_MB} are divided between its folders")
     if spec.workdir in ("/", "/tmp", "/dev/shm", "/proc", "/sys", "/dev"):
         raise UnsupportedField(spec.kind, "workdir", "it is a folder of its own, such as /work")
-    try:
-        check_env(spec.env)
-    except ValueError as error:
-        raise ConfigError(f"resource kind {spec.kind!r}: {error}", param="env") from None
 
 
 def disk_parts(spec: BoxSpec) -> tuple[int | None, int | None]:

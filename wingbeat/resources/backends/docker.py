@@ -38,6 +38,8 @@ LABEL = "wingbeat.box"
 """Its value is the container's name: a container without it is a stranger's."""
 OUR_NAME = re.compile(r"wingbeat-[0-9a-f]{32}")
 API_TIMEOUT_S = 60.0
+LATE_S = 120.0
+"""A daemon that is asked for a container has made it by then, or will not: twice what it may take to answer."""
 CONNECTIONS = 256
 MEGABYTE = 1 << 20
 NANO = 1_000_000_000
@@ -112,6 +114,7 @@ class DockerBackend:
     """Makes boxes of containers (``wingbeat.resources.backend.Backend``)."""
 
     kind: ClassVar[str] = "docker"
+    late_s: ClassVar[float] = LATE_S
 
     def __init__(self) -> None:
         self._threads = Threads("wingbeat-docker")

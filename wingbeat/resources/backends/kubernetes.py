@@ -46,6 +46,8 @@ AGAIN_S = 60
 """For a container that ended to run again."""
 API_TIMEOUT_S = (10, 60)
 """For a connection, and for an answer: calls block a thread each, and a cluster may be cut off without a word."""
+LATE_S = 120.0
+"""A cluster that is asked for a pod has it by then, or never: twice what its API server gives a request."""
 WATCH_AGAIN_S = 0.5
 FAULTS = (client.ApiException, HTTPError, OSError)
 """What the official client raises."""
@@ -263,6 +265,7 @@ class KubernetesBackend:
     """Makes boxes of pods (``wingbeat.resources.backend.Backend``)."""
 
     kind: ClassVar[str] = "kubernetes"
+    late_s: ClassVar[float] = LATE_S
 
     def __init__(self, configuration: client.Configuration | None = None) -> None:
         """``configuration``: of the cluster of all specs; None: what their ``context`` says."""

@@ -50,9 +50,10 @@ class Plan:
         return self.cpu_s, self.file_bytes, self.memory_bytes, self.processes
 
 
-def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, has_own_users: bool) -> Plan:
+def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, uncounted: str = "") -> Plan:
     """How a box is held to its spec here; ``pids`` is its limit of processes with the back-end's default.
 
+    ``uncounted``: why RLIMIT_NPROC does not hold such a box, and what to do; "": it does.
     Raises UnsupportedField for a limit that nothing on this machine can hold.
     """
     why = f"no control group can be made for it here ({homes.reason or 'the kernel has no such controller'})"
@@ -64,10 +65,14 @@ def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, has_own_users:
         if getattr(spec, name) is not None and controller not in homes:
             raise UnsupportedField(spec.kind, name, f"{why}; {instead}, or let this user make control groups")
     has_pids_group = pids is not None and PIDS in homes
-    if spec.pids is not None and not has_pids_group and not (has_own_users and kernel() >= NPROC_KERNEL):
-        raise UnsupportedField(
-            spec.kind, "pids", f"{why}, and RLIMIT_NPROC would count other processes of this user too; leave it out"
-        )
+    if pids is not None and not has_pids_group:
+        which = f"{pids} processes, as the spec says" if spec.pids is not None else f"{pids} processes, its default"
+        if uncounted:
+            raise UnsupportedField(spec.kind, "pids", f"nothing would hold {which}: {why}, and {uncounted}")
+        if spec.pids is not None and kernel() < NPROC_KERNEL:
+            raise UnsupportedField(
+                spec.kind, "pids", f"{why}, and RLIMIT_NPROC counts other processes of this user too; leave it out"
+            )
     return Plan(
         group=GroupLimits(
             memory_bytes=None if spec.memory_mb is None else spec.memory_mb * MIB,
@@ -77,7 +82,7 @@ def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, has_own_users:
             holds_together=PIDS in homes,
         ),
         memory_bytes=-1 if spec.process_memory_mb is None else spec.process_memory_mb * MIB,
-        processes=-1 if pids is None or has_pids_group or not has_own_users else pids + 1,  # its first process
+        processes=-1 if pids is None or has_pids_group else pids + 1,  # its first process
         file_bytes=-1 if spec.file_mb is None else spec.file_mb * MIB,
         cpu_s=-1 if spec.cpu_s is None else math.ceil(spec.cpu_s),
     )

@@ -89,16 +89,21 @@ class Counters:
 
 
 def find_homes(*, proc: Path = Path("/proc/self")) -> Homes:
-    """Looks at what this process is in and tries what it may do there; leaves nothing behind."""
+    """Looks at what this process is in and tries what it may do there; leaves nothing behind.
+
+    Raises ResourceFailed where it cannot be looked up now, which must not be taken for there being none.
+    """
     try:
         mounts = list(_mounts((proc / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")))
         own = _own_groups((proc / "cgroup").read_text(encoding="utf-8", errors="surrogateescape"))
+        first = _find_v1(mounts, own)
+        if first.folders:
+            return first
+        second = _find_v2(mounts, own)
     except OSError as error:
+        if hint := hint_of(error):
+            raise ResourceFailed(f"control groups cannot be looked up: {error}{hint}") from error
         return Homes(0, reason=f"control groups cannot be looked up: {error.strerror}")
-    first = _find_v1(mounts, own)
-    if first.folders:
-        return first
-    second = _find_v2(mounts, own)
     return second if second.folders or not first.reason else first
 
 
@@ -158,6 +163,8 @@ def _find_v2(mounts: Sequence[_Mount], own: Mapping[str, str]) -> Homes:
         return Homes(0, reason="no control groups are mounted")
     folder = _folder_of(mount, own.get("", "/"))
     reason = "no group above this process may be divided"
+    if not _words(mount.at / "cgroup.controllers") & {MEMORY, PIDS, CPU}:
+        return Homes(0, reason=f"{mount.at} (v2) has none of the controllers {MEMORY}, {PIDS}, {CPU}")
     while folder.is_relative_to(mount.at):
         given = _words(folder / "cgroup.controllers")
         missing = [name for name in (MEMORY, PIDS, CPU) if name in given and name not in _enabled(folder)]
@@ -180,7 +187,7 @@ def _find_v2(mounts: Sequence[_Mount], own: Mapping[str, str]) -> Homes:
 def _words(path: Path) -> frozenset[str]:
     try:
         return frozenset(path.read_text(encoding="ascii").split())
-    except OSError:
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
         return frozenset()
 
 
@@ -205,6 +212,13 @@ def _fault_of(folder: Path) -> str | None:
 def owner_mark() -> str:
     """Names this process, for all time."""
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{start_time(os.getpid())}"
+
+
+def hint_of(error: OSError) -> str:
+    """What to do about an error of the system, where it does not say so itself."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "; no file descriptor is left: raise their limit (ulimit -n), or lease fewer boxes at once"
+    return ""
 
 
 def _new_name() -> str:
@@ -248,7 +262,10 @@ class Group:
     @classmethod
     def make(cls, homes: Homes, limits: GroupLimits) -> Group:
         """Raises ResourceFailed, and leaves nothing behind."""
-        name = _new_name()
+        try:
+            name = _new_name()
+        except OSError as error:
+            raise ResourceFailed(f"no control group can be named: {error}{hint_of(error)}") from error
         group = cls([homes.folders[controller] / name for controller in limits.controllers], homes.version)
         made: list[Path] = []
         try:
@@ -260,7 +277,7 @@ class Group:
             for folder in made:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-            raise ResourceFailed(f"no control group {name}: {error}") from error
+            raise ResourceFailed(f"no control group {name}: {error}{hint_of(error)}") from error
         return group
 
     def _limit(self, limits: GroupLimits) -> None:
@@ -291,7 +308,7 @@ class Group:
         except OSError as error:
             for fd in fds:
                 os.close(fd)
-            raise ResourceFailed(f"a control group of this box went away: {error}") from error
+            raise ResourceFailed(f"a control group of this box cannot be entered: {error}{hint_of(error)}") from error
         return fds
 
     def counters(self) -> Counters:
@@ -317,6 +334,16 @@ class Group:
                 found.update(map(int, (folder / "cgroup.procs").read_text(encoding="ascii").split()))
         return found
 
+    def kill(self) -> None:
+        """All that is in it: at once where the kernel does that (v2 since 5.14), so that none is made meanwhile."""
+        if self.version == 2:
+            with contextlib.suppress(OSError):
+                (self.folders[0] / "cgroup.kill").write_text("1", encoding="ascii")
+                return
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
     def remove(self) -> bool:
         """Whether all of it is gone; False while the kernel still holds some."""
         for folder in self.folders:
@@ -335,9 +362,7 @@ class Group:
         was_there = any(folder.is_dir() for folder in self.folders)
         until = time.monotonic() + within_s
         while not self.remove():
-            for pid in self.processes():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            self.kill()
             if time.monotonic() > until:
                 raise ResourceFailed(f"control group {self.folders[0].name} cannot be removed: processes stay in it")
             time.sleep(0.002)

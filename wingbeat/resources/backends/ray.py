@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +22,8 @@ from wingbeat.resources.specs_remote import RaySpec
 logger = logging.getLogger("wingbeat.resources")
 
 NAMESPACE = "wingbeat"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Ray's own: the cluster of whoever names none."""
 CALLS_AT_ONCE = 1000
 MEGABYTE = 1 << 20
 CLOSE_S = 10.0
@@ -113,7 +116,7 @@ class RayBackend:
         for name in OF_THE_LEASE:
             if getattr(spec.box, name) != type(spec.box).model_fields[name].default:
                 raise UnsupportedField(self.kind, f"box.{name}", f"say {name} of the ray spec: it is what is leased")
-        if "://" in spec.address:
+        if "://" in (spec.address or os.environ.get(ADDRESS_VARIABLE, "")):
             raise UnsupportedField(
                 self.kind, "address", "Ray's client mode is not supported: run on a node, and say HOST:PORT or auto"
             )
@@ -165,9 +168,12 @@ class RayBackend:
                     param="address",
                 )
             return
+        address = address or os.environ.get(ADDRESS_VARIABLE, "")
         if not address:
             raise ConfigError(
-                "address: expected HOST:PORT of a Ray cluster, or auto, since this process is in none", param="address"
+                f"address: expected HOST:PORT of a Ray cluster, or auto, since this process is in none and"
+                f" {ADDRESS_VARIABLE} is not set",
+                param="address",
             )
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)

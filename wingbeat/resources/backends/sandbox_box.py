@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from wingbeat.resources.backends.limits import Plan, stopped_by
 from wingbeat.resources.backends.limits_cgroups import Counters, Group, Homes
 from wingbeat.resources.backends.sandbox_channel import Channel
 from wingbeat.resources.backends.sandbox_process import BoxProcess, Launch
-from wingbeat.resources.boxes import Finished
+from wingbeat.resources.boxes import Finished, check_bytes, check_run
 from wingbeat.resources.specs import BoxSpec, ResourceFailed, ResourceLost
 
 GRACE_S = 3.0
@@ -57,16 +56,10 @@ class ChannelBox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Finished:
-        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-        if not argv or not argv[0]:
-            raise ValueError("command: expected a program, got nothing")
+        argv = check_run(command, stdin=stdin, timeout_s=timeout_s, env=env, cwd=cwd)
         if timeout_s is None:
             timeout_s = self._spec.command_timeout_s
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s: expected a finite time above 0, got {timeout_s}")
         texts = [text for pair in {**self._env, **(env or {})}.items() for text in pair]
-        if any("\0" in text for text in (*argv, *texts)) or any("=" in name or not name for name in texts[::2]):
-            raise ValueError("command, env: expected texts without zero bytes, and names without '='")
         before = self._counters()
         numbers = " ".join(map(str, (timeout_s, self._spec.output_bytes, *self._plan.numbers)))
         number, answer = self._channel.post(
@@ -88,6 +81,7 @@ class ChannelBox:
         return self._finished(answer.result(), before)
 
     async def write(self, path: str, data: bytes) -> None:
+        check_bytes("data", data)
         await self._call(b"write", path, data)
 
     async def read(self, path: str, *, max_bytes: int = 10_000_000) -> bytes:
@@ -267,12 +261,11 @@ async def start_box(opening: Opening, homes: Homes, *, started: Callable[[str], 
     """Start a box, or leave nothing behind.  Raises ResourceFailed."""
     limits = opening.plan.group
     group = Group.make(homes, limits) if limits.controllers else None
-    try:
-        process = BoxProcess.start(opening.launch, group)
-    except ResourceFailed:
+    with contextlib.ExitStack() as undo_group:
         if group is not None:
-            group.end()
-        raise
+            undo_group.callback(group.end)
+        process = BoxProcess.start(opening.launch, group)
+        undo_group.pop_all()
     instance = BoxInstance(process, opening)
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(instance.close)

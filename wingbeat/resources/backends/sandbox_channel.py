@@ -42,17 +42,11 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=MAX_HEADER_BYTES))
 
     def post(self, verb: bytes, *fields: bytes) -> tuple[bytes, asyncio.Future[list[bytes]]]:
-        """Send a request; its number, and the future that gets the answer's fields.
-
-        Raises ResourceLost, and TypeError for text: before anything is sent, since half a request would end the box.
-        """
+        """Send a request; its number, and the future that gets the answer's fields.  Raises ResourceLost."""
         self.raise_if_lost()
         number = b"%d" % next(self._numbers)
         message = (number, verb, *fields)
-        try:
-            body = b"".join(message)
-        except TypeError as error:
-            raise TypeError(f"data, stdin: expected bytes, as of text.encode() ({error})") from None
+        body = b"".join(message)  # before anything is sent: half a request would end the box
         self._writer.write(b" ".join(b"%d" % len(field) for field in message) + b"\n")
         self._writer.write(body)
         return number, self._expect(number)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wingbeat.core.process_facts import boot_id, facts_of, process_ids, start_time
-from wingbeat.resources.backends.limits_cgroups import Group
+from wingbeat.resources.backends.limits_cgroups import Group, hint_of
 from wingbeat.resources.specs import ResourceFailed
 
 logger = logging.getLogger("wingbeat.resources")
@@ -108,34 +108,39 @@ class BoxProcess:
 
     @classmethod
     def start(cls, launch: Launch, group: Group | None) -> BoxProcess:
-        """Raises ResourceFailed; the process may still fail by itself, see :meth:`complaint`."""
-        ours, theirs = socket.socketpair()
-        entries = group.open_entries() if group is not None else []
-        owner = os.pidfd_open(os.getpid())
-        complaints = os.memfd_create("complaints")
-        try:
-            popen = subprocess.Popen(
-                launch.argv([str(theirs.fileno()), str(owner), ",".join(map(str, entries))]),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                cwd="/",
-                env={},
-                pass_fds=(theirs.fileno(), owner, *entries, *launch.pass_fds),
-                start_new_session=True,
-                user=launch.user,
-                group=launch.user,
-                extra_groups=None if launch.user is None else [],
-            )
-        except OSError as error:
-            ours.close()
-            os.close(complaints)
-            raise ResourceFailed(f"the process of a box does not start: {error}") from error
-        finally:
-            theirs.close()
-            for fd in (owner, *entries):
-                os.close(fd)
-        process = cls(popen, ours, group, launch)
+        """Raises ResourceFailed, and leaves nothing open; the process may still fail by itself, see
+        :meth:`complaint`."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            try:
+                ours, end = socket.socketpair()
+                theirs.callback(end.close)
+                undo.callback(ours.close)
+                complaints = os.memfd_create("complaints")
+                undo.callback(os.close, complaints)
+                owner = os.pidfd_open(os.getpid())
+                theirs.callback(os.close, owner)
+                entries = group.open_entries() if group is not None else []
+                for fd in entries:
+                    theirs.callback(os.close, fd)
+                popen = subprocess.Popen(
+                    launch.argv([str(end.fileno()), str(owner), ",".join(map(str, entries))]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    cwd="/",
+                    env={},
+                    pass_fds=(end.fileno(), owner, *entries, *launch.pass_fds),
+                    start_new_session=True,
+                    user=launch.user,
+                    group=launch.user,
+                    extra_groups=None if launch.user is None else [],
+                )
+                undo.callback(popen.wait)
+                undo.callback(popen.kill)
+                process = cls(popen, ours, group, launch)
+            except OSError as error:
+                raise not_started(error) from error
+            undo.pop_all()
         process._complaints = complaints
         return process
 
@@ -198,9 +203,13 @@ class BoxProcess:
             while not self.group.remove():  # the kernel does not tell when it lets go
                 if time.monotonic() > until:
                     raise ResourceFailed(f"control group {self.group.folders[0].name} cannot be removed")
-                for pid in self.group.processes():
-                    kill_process(pid)
+                self.group.kill()
                 await asyncio.sleep(0.001)
+
+
+def not_started(error: OSError) -> ResourceFailed:
+    """In words that say what to do."""
+    return ResourceFailed(f"the process of a box does not start: {error}{hint_of(error)}")
 
 
 async def _readable(fd: int) -> None:

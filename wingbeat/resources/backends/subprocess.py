@@ -24,10 +24,11 @@ from typing import ClassVar
 from wingbeat.resources.backends.limits import Plan, plan_limits
 from wingbeat.resources.backends.limits_cgroups import Homes, find_homes, is_abandoned, owner_mark, sweep
 from wingbeat.resources.backends.sandbox_box import BoxInstance, Opening, start_box
-from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Launch, environment, reap_box
+from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Launch, environment, not_started, reap_box
 from wingbeat.resources.specs import Spec, SubprocessSpec, UnsupportedField
 
 ELSEWHERE = "use kind 'sandbox' or 'docker'"
+UNCOUNTED = "RLIMIT_NPROC would count other processes of this user too; leave it out"
 
 
 class SubprocessBackend:
@@ -47,7 +48,10 @@ class SubprocessBackend:
     async def start(self, spec: Spec, *, started: Callable[[str], None]) -> BoxInstance:
         assert isinstance(spec, SubprocessSpec), f"expected a SubprocessSpec, got {type(spec).__name__}"
         plan = self._plan(spec)
-        folder = _new_folder()
+        try:
+            folder = _new_folder()
+        except OSError as error:
+            raise not_started(error) from error
 
         def argv(fds: Sequence[str]) -> list[str]:
             return [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_init.py")), *fds, "shared"]
@@ -91,7 +95,7 @@ class SubprocessBackend:
             raise UnsupportedField(spec.kind, "workdir", f"each box gets a folder (box.workdir); or {ELSEWHERE}")
         if spec.disk_mb is not None:
             raise UnsupportedField(spec.kind, "disk_mb", f"only file_mb can be held here; or {ELSEWHERE}")
-        return plan_limits(spec, self._homes(), pids=spec.pids, has_own_users=False)
+        return plan_limits(spec, self._homes(), pids=spec.pids, uncounted=UNCOUNTED)
 
 
 def _new_folder() -> str:
@@ -101,7 +105,7 @@ def _new_folder() -> str:
 
 def _sweep_folders() -> None:
     """Remove those that dead owners left, whose boxes did not come to it: they were killed too."""
-    with os.scandir(tempfile.gettempdir()) as entries:
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if is_abandoned(entry.name, FOLDER_PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -22,7 +22,7 @@ from wingbeat.server.http.error_answers import error_headers, error_response, ht
 from wingbeat.server.http.guard import Guard
 from wingbeat.server.http.openapi import describe
 from wingbeat.server.http.protocol_versions import ProtocolVersions
-from wingbeat.server.http.request_limits import RequestLimits
+from wingbeat.server.http.request_limits import RequestLimits, callers_of
 from wingbeat.server.http.routes_deployment import deployment_routes
 from wingbeat.server.http.routes_episodes import episode_routes
 from wingbeat.server.http.routes_run import run_routes
@@ -44,7 +44,7 @@ def create_app(control: Control, keys: KeyRing) -> ASGIApp:
     Model calls are served in front of everything else.
     """
     app = Guard(
-        ModelCalls(control, RequestLimits(control, keys, _api(control, keys))),
+        ModelCalls(control, RequestLimits(control.limits, callers_of(control, keys), _api(control, keys))),
         keys,
         allowed_hosts=control.config.server.allowed_hosts,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,10 +13,26 @@ from wingbeat.core.protocol import CLIENT_HEADER, MAX_NAME
 from wingbeat.server.control import Control
 from wingbeat.server.http.error_answers import error_headers, error_response
 from wingbeat.server.keys.ring import EPISODE_PREFIX, KeyRing, bearer, key_headers
-from wingbeat.server.limits import BODY_UNIT, Limits, TooFast
+from wingbeat.server.limits import BODY_UNIT, Quota, Rate, TooFast
 
+BODY_HOLD = "wingbeat.body_hold"
+"""Where a request has its :class:`BodyHold`, for those who are done with its body long before they answer."""
 UNLIMITED = frozenset({"/healthz", "/metrics"})
 """Asked by those who watch the server, above all when it is busy."""
+
+
+class Traffic(Protocol):
+    """Of one server."""
+
+    @property
+    def rate(self) -> Rate:
+        """Requests of each client."""
+        ...
+
+    @property
+    def bodies(self) -> Quota:
+        """Bytes of bodies under way."""
+        ...
 
 
 class BodyHold:
@@ -23,7 +40,7 @@ class BodyHold:
 
     __slots__ = ("_client", "_held", "_limits")
 
-    def __init__(self, limits: Limits, client: str) -> None:
+    def __init__(self, limits: Traffic, client: str) -> None:
         self._limits = limits
         self._client = client
         self._held = 0
@@ -55,9 +72,9 @@ class BodyHold:
         return metered
 
     def _check_size(self, size: int) -> None:
-        limit = self._limits.config.body_bytes
-        if size > limit:
-            raise PayloadTooLarge(f"the body has {size} bytes, more than limits.body_bytes = {limit}")
+        bodies = self._limits.bodies
+        if size > bodies.limit:
+            raise PayloadTooLarge(f"the body has {size} bytes, more than {bodies.key} = {bodies.limit}")
 
     def _take(self, size: int) -> None:
         self._check_size(self._held + size)
@@ -71,12 +88,16 @@ class BodyHold:
             self._held = 0
 
 
+ClientOf = Callable[[Mapping[bytes, bytes]], str]
+"""Whose request it is, of its headers; "" for nobody's.  Raises AuthenticationError."""
+
+
 class RequestLimits:
     """In front of everything but the model calls, which count for themselves."""
 
-    def __init__(self, control: Control, keys: KeyRing, app: ASGIApp) -> None:
-        self._control = control
-        self._keys = keys
+    def __init__(self, limits: Traffic, client_of: ClientOf, app: ASGIApp) -> None:
+        self._limits = limits
+        self._client_of = client_of
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +105,11 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        hold = BodyHold(self._control.limits, self._client(headers, scope))
+        try:
+            client = self._client_of(headers)
+        except AuthenticationError:
+            client = ""  # also slows down who guesses keys
+        hold = BodyHold(self._limits, client or nobody(scope))
         try:
             own = hold.admit(headers, receive)
         except WingbeatError as refusal:
@@ -92,22 +117,34 @@ class RequestLimits:
                 await asyncio.sleep(refusal.pause_s)
             await error_response(refusal, error_headers(refusal))(scope, receive, send)
             return
+        scope[BODY_HOLD] = hold
         try:
             await self._app(scope, own, send)
         finally:
             hold.release()
 
-    def _client(self, headers: Mapping[bytes, bytes], scope: Scope) -> str:
-        """Whose request it is: an episode's client, a key of the key file, a name; of nobody, its address."""
+
+def callers_of(control: Control, keys: KeyRing) -> ClientOf:
+    """Control's: an episode's client, a key of the key file, a name."""
+    by_key = holders_of(keys)
+
+    def client_of(headers: Mapping[bytes, bytes]) -> str:
         wanted = key_headers(headers)
+        if bearer(wanted).startswith(EPISODE_PREFIX):
+            return control.registry.by_key(wanted).client
+        return by_key(headers)
+
+    return client_of
+
+
+def holders_of(keys: KeyRing) -> ClientOf:
+    """A key of the key file, else what its caller calls itself."""
+
+    def client_of(headers: Mapping[bytes, bytes]) -> str:
         name = headers.get(CLIENT_HEADER.encode(), b"").decode("latin-1")[:MAX_NAME]
-        try:
-            if bearer(wanted).startswith(EPISODE_PREFIX):
-                return self._control.registry.by_key(wanted).client
-            client = self._keys.principal(wanted).client(name)
-        except AuthenticationError:
-            client = ""  # also slows down who guesses keys
-        return client or nobody(scope)
+        return keys.principal(key_headers(headers)).client(name)
+
+    return client_of
 
 
 def nobody(scope: Scope) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -22,15 +22,21 @@ from starlette.types import ASGIApp
 from wingbeat.core.config.resources import ResourcesConfig
 from wingbeat.core.config.server import ServerConfig
 from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
-from wingbeat.resources import Backends, Budgets, Resources
+from wingbeat.core.lending_protocol import PREFIX
+from wingbeat.resources import Backends, Budgets, Resources, SandboxSpec
+from wingbeat.resources.backends import default_backends
+from wingbeat.resources.backends.endpoint import key_of
 from wingbeat.server.http.app import BodyLimit
 from wingbeat.server.http.error_answers import error_headers, error_response, http_fault
 from wingbeat.server.http.guard import Guard
+from wingbeat.server.http.request_limits import RequestLimits, holders_of
 from wingbeat.server.keys.principals import MAY_RUN_AGENTS
 from wingbeat.server.keys.ring import KeyRing
+from wingbeat.server.resources.exchange import as_answer
 from wingbeat.server.resources.grants import Grants
+from wingbeat.server.resources.limits import LendingLimits
 from wingbeat.server.resources.reports import families
-from wingbeat.server.resources.routes import Lending, Routes, as_answer, classes_of
+from wingbeat.server.resources.routes import Lending, Routes, classes_of
 from wingbeat.server.resources.rules import Rules
 
 logger = logging.getLogger(__name__)
@@ -65,16 +71,31 @@ class LendingServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         ledger = None if config.ledger is None else Path(config.ledger).expanduser()
+        self._backends = default_backends() if backends is None else backends
         self.pool = Resources(
-            budgets_of(config), backends=backends, ledger=ledger, wait_s=config.max_wait_s, clock=clock
+            budgets_of(config), backends=self._backends, ledger=ledger, wait_s=config.max_wait_s, clock=clock
         )
-        self.grants = Grants(self.pool, config, clock=clock)
+        self._registry = CollectorRegistry()
+        self._registry.register(_PoolCollector(self.pool))
+        refused = Counter(
+            "wingbeat_refused", "Requests refused with 429 because of [resources].", ["limit"], registry=self._registry
+        )
+        self._limits = LendingLimits(config, clock=clock, refused=lambda name: refused.labels(name).inc())
+        self.grants = Grants(self.pool, config, limits=self._limits, clock=clock)
         self.keys = keys
+        self._config = config
         self._server = server
         rules = Rules(config, max_bytes=server.max_body_bytes)
         self._lending = Lending(self.pool, self.grants, rules, keys, config, server.max_body_bytes)
-        self._registry = CollectorRegistry()
-        self._registry.register(_PoolCollector(self.pool))
+
+    def check(self) -> None:
+        """Whether this machine has what it is to lend; else every lease would be told so.  Raises SetupError."""
+        for kind in self._config.kinds:
+            backend = self._backends[kind]  # imports its library
+            if kind == "sandbox":
+                backend.check(SandboxSpec())
+        for name in self._config.key_variables:
+            key_of(name, field="resources.key_variables")
 
     def app(self) -> ASGIApp:
         app = Starlette(
@@ -91,9 +112,9 @@ class LendingServer:
                 Exception: _unexpected,
             },
         )
-        return Guard(
-            BodyLimit(app, max_bytes=self._server.max_body_bytes), self.keys, allowed_hosts=self._server.allowed_hosts
-        )
+        bounded = BodyLimit(app, max_bytes=self._server.max_body_bytes)
+        limited = RequestLimits(self._limits, holders_of(self.keys), bounded)
+        return Guard(limited, self.keys, allowed_hosts=self._server.allowed_hosts)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -143,7 +164,9 @@ async def _wingbeat_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(http_fault(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    path = request.url.path
+    hint = "" if path.startswith(PREFIX) else f"; this is a resources server, which has {PREFIX}, /healthz and /metrics"
+    return error_response(http_fault(error.status_code, f"{request.method} {path}: {error.detail}{hint}"))
 
 
 async def _hung_up(request: Request, error: Exception) -> Response:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import json
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-import orjson
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from wingbeat.core.config.resources import ResourcesConfig
-from wingbeat.core.errors import ConfigError, NotFoundError, RequestError, WingbeatError
+from wingbeat.core.errors import NotFoundError, RequestError
 from wingbeat.core.lending_protocol import (
     PREFIX,
     BudgetUse,
@@ -38,22 +37,27 @@ from wingbeat.resources import Finished, ResourceFailed, ResourceLost, Resources
 from wingbeat.resources.backends.endpoint import Endpoint
 from wingbeat.resources.backends.endpoint_calls import Answer
 from wingbeat.resources.backends.endpoint_http import message
-from wingbeat.server.http.error_answers import http_fault
-from wingbeat.server.http.requests import decode_json, unless_gone
+from wingbeat.resources.specs_remote import command_timeout_s
+from wingbeat.server.http.requests import read_body, unless_gone
 from wingbeat.server.keys.principals import MAY_RUN_AGENTS
 from wingbeat.server.keys.ring import KeyRing
+from wingbeat.server.resources.exchange import (
+    call_id_of,
+    in_time,
+    json_answer,
+    long_answer,
+    observed,
+    parsed,
+    query_of,
+    release_body,
+)
 from wingbeat.server.resources.grants import Client, Grant, Grants
 from wingbeat.server.resources.rules import Rules
 
 M = TypeVar("M", bound=Wire)
-
-FILE_FAULTS: Mapping[type[OSError], tuple[int, str]] = {
-    FileNotFoundError: (404, "file_not_found"),
-    IsADirectoryError: (409, "is_a_directory"),
-    NotADirectoryError: (409, "not_a_directory"),
-    OSError: (409, "os_error"),
-}
-"""What a box says of its files: an observation, which the client raises again."""
+T = TypeVar("T")
+OVERDUE_S = 30.0
+"""How long after a command's own deadline its box may take to say that it was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,11 @@ class Routes:
     async def lease(self, request: Request) -> Response:
         order, client = await self._read(request, LeaseOrder)
         specs = self._specs(order.specs)
+        release_body(request)  # what waits for its turn is no body under way
         work = self._grants.lease(order.idempotency_key, client, owner=order.owner, specs=specs, wait_s=order.wait_s)
         grant = await unless_gone(request, work)
         held = () if grant is None else tuple(_lent(name, grant.value(i)) for i, name in enumerate(grant.specs))
-        return _json(
+        return json_answer(
             LeaseAnswer(
                 lease_id=order.idempotency_key,
                 state="waiting" if grant is None else "held",
@@ -115,27 +120,27 @@ class Routes:
     async def give_back(self, request: Request) -> Response:
         client = self._client(request)
         is_lost = request.query_params.get("lost") == "true"
-        await self._grants.end(_call_id(request.path_params["lease_id"]), client, is_lost=is_lost)
+        await self._grants.end(call_id_of(request.path_params["lease_id"]), client, is_lost=is_lost)
         return Response(status_code=204)
 
     async def heartbeat(self, request: Request) -> Response:
         beat, client = await self._read(request, Heartbeat)
         lost = self._grants.heartbeat(client, beat.leases)
-        return _json(HeartbeatAnswer(heartbeat_s=self._lending.config.heartbeat_s, lost=lost))
+        return json_answer(HeartbeatAnswer(heartbeat_s=self._lending.config.heartbeat_s, lost=lost))
 
     async def prefetch(self, request: Request) -> Response:
         order, client = await self._read(request, PrefetchOrder)
-        self._grants.prefetch(client, owner=order.owner, specs=self._specs(order.specs))
+        self._grants.prefetch(order.call_id, client, owner=order.owner, specs=self._specs(order.specs))
         return Response(status_code=204)
 
     async def release(self, request: Request) -> Response:
         order, client = await self._read(request, ReleaseOrder)
-        return _json(Released(released=await self._grants.release(client, order.owner)))
+        return json_answer(Released(released=await self._grants.release(client, order.owner)))
 
     async def status(self, request: Request) -> Response:
         self._lending.keys.require(request.headers, MAY_RUN_AGENTS)
         pool = self._lending.pool
-        return _json(
+        return json_answer(
             LendingStatus(
                 kinds=tuple(self._lending.config.kinds),
                 clients=self._grants.num_clients,
@@ -149,73 +154,77 @@ class Routes:
 
     async def run(self, request: Request) -> Response:
         grant, index = self._grant(request)
-        order = _parsed(RunOrder, await request.body())
-        limit_s = self._lending.config.max_command_s
-        if order.timeout_s is not None and order.timeout_s > limit_s:
+        order = await parsed(RunOrder, await self._body(request))
+        most_s = self._lending.config.max_command_s
+        if order.timeout_s is not None and order.timeout_s > most_s:
             raise RequestError(
-                f"timeout_s: expected at most {limit_s:g} (resources.max_command_s), got {order.timeout_s:g}",
+                f"timeout_s: expected at most {most_s:g} (resources.max_command_s), got {order.timeout_s:g}",
                 param="timeout_s",
             )
         box = _box(grant, index)
 
-        def begin() -> Coroutine[Any, Any, Finished]:
-            return box.run(
+        async def begin() -> Finished:
+            running = box.run(
                 order.command if isinstance(order.command, str) else list(order.command),
                 stdin=order.stdin,
                 timeout_s=order.timeout_s,
                 env=order.env,
                 cwd=order.cwd,
             )
+            limit_s = min(most_s, order.timeout_s or command_timeout_s(list(grant.specs.values())[index]))
+            return await in_time(running, limit_s + OVERDUE_S)
 
         def size(finished: Finished) -> int:
             return len(finished.stdout) + len(finished.stderr)
 
         finished: Finished | None = await self._once(request, grant, index, order.call_id, begin, size=size)
         if finished is None:
-            return _json(RunAnswer(state="running"))
-        return _json(RunAnswer(state="done", **asdict(finished)))
+            return json_answer(RunAnswer(state="running"))
+        return await long_answer(RunAnswer(state="done", **asdict(finished)), size(finished))
 
     async def write(self, request: Request) -> Response:
         grant, index = self._grant(request)
-        data, path = await request.body(), _query(request, "path")
+        path, call_id = query_of(request, "path"), call_id_of(query_of(request, "call_id"))
+        data = await self._body(request)
         box = _box(grant, index)
-        call_id = _call_id(_query(request, "call_id"))
         await self._once(request, grant, index, call_id, lambda: box.write(path, data), whole=True)
         return Response(status_code=204)
 
     async def read(self, request: Request) -> Response:
         grant, index = self._grant(request)
         try:
-            wanted = int(_query(request, "max_bytes"))
+            wanted = int(query_of(request, "max_bytes"))
         except ValueError:
             raise RequestError("max_bytes: expected a whole number", param="max_bytes") from None
-        path = _query(request, "path")
+        path = query_of(request, "path")
         most = min(wanted, self._lending.max_bytes)
-        data = await unless_gone(request, _observed(_box(grant, index).read(path, max_bytes=most)))
+        box = _box(grant, index)
+        data = await self._unnamed(request, grant, index, lambda: box.read(path, max_bytes=most))
         return Response(data, media_type="application/octet-stream")
 
     async def folder(self, request: Request) -> Response:
         grant, index = self._grant(request)
-        names = await unless_gone(request, _observed(_box(grant, index).list(_query(request, "path"))))
-        return Response(orjson.dumps(names), media_type="application/json")
+        path, box = query_of(request, "path"), _box(grant, index)
+        names = await self._unnamed(request, grant, index, lambda: box.list(path))
+        return Response(json.dumps(names), media_type="application/json")  # in ASCII: a name may be no UTF-8
 
     async def end_processes(self, request: Request) -> Response:
         grant, index = self._grant(request)
         box = _box(grant, index)
-        call_id = _call_id(_query(request, "call_id"))
+        call_id = call_id_of(query_of(request, "call_id"))
         await self._once(request, grant, index, call_id, box.end_processes, whole=True)
         return Response(status_code=204)
 
     async def cancel(self, request: Request) -> Response:
         grant, index = self._grant(request)
-        await grant.calls[index].cancel(_call_id(request.path_params["call_id"]))
+        await grant.calls[index].cancel(call_id_of(request.path_params["call_id"]))
         return Response(status_code=204)
 
     # --- endpoints
 
     async def send(self, request: Request) -> Response:
         grant, index = self._grant(request)
-        order = _parsed(SendOrder, await request.body())
+        order = await parsed(SendOrder, await self._body(request))
         endpoint = grant.value(index)
         if not isinstance(endpoint, Endpoint):
             raise RequestError("expected a lease of an endpoint or a model, got one of a box")
@@ -229,21 +238,20 @@ class Routes:
 
         answer: Answer | None = await self._once(request, grant, index, order.call_id, begin, size=size)
         if answer is None:
-            return _json(SendAnswer(state="running"))
+            return json_answer(SendAnswer(state="running"))
         reply, usage = answer.reply, answer.usage
-        return _json(
-            SendAnswer(
-                state="done",
-                status=reply.status,
-                headers=dict(reply.headers),
-                body=reply.body,
-                url=reply.url,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cost=answer.cost,
-                words=answer.words,
-            )
+        sent_back = SendAnswer(
+            state="done",
+            status=reply.status,
+            headers=dict(reply.headers),
+            body=reply.body,
+            url=reply.url,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost=answer.cost,
+            words=answer.words,
         )
+        return await long_answer(sent_back, size(answer))
 
     # --- what they share
 
@@ -260,8 +268,12 @@ class Routes:
     async def _read(self, request: Request, model: type[M]) -> tuple[M, Client]:
         """The key first: who has none is told nothing of what a body should be."""
         self._lending.keys.require(request.headers, MAY_RUN_AGENTS)
-        body: Any = _parsed(model, await request.body())
+        body: Any = await parsed(model, await self._body(request))
         return body, self._client(request, body.client_id)
+
+    async def _body(self, request: Request) -> bytes:
+        """Kept by nobody but the caller, unlike ``request.body()``."""
+        return await read_body(request.receive, max_bytes=self._lending.max_bytes)
 
     def _grant(self, request: Request) -> tuple[Grant, int]:
         """What a path names.  Raises ResourceLost, NotFoundError."""
@@ -291,7 +303,7 @@ class Routes:
     ) -> Any:
         """The result of a call, begun or joined; None while it runs (``whole``: wait for its end)."""
         while True:
-            once = grant.calls[index].once(call_id, lambda: _observed(begin()), size=size)
+            once = grant.calls[index].once(call_id, lambda: observed(begin), size=size)
             task = await unless_gone(request, once)
             if grant.over.is_set():
                 raise ResourceLost(grant.reason)
@@ -301,6 +313,18 @@ class Routes:
                 return task.result()
             if not whole:
                 return None
+
+    async def _unnamed(
+        self, request: Request, grant: Grant, index: int, begin: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """The result of a call that changes nothing; ended with the lease, as all are."""
+        work = grant.calls[index].unnamed(lambda: observed(begin))
+        try:
+            return await unless_gone(request, work)
+        except ResourceLost:
+            if grant.over.is_set():
+                raise ResourceLost(grant.reason) from None
+            raise
 
 
 def classes_of(pool: Resources) -> list[ResourceStatus]:
@@ -320,26 +344,6 @@ def classes_of(pool: Resources) -> list[ResourceStatus]:
     ]
 
 
-async def _observed(work: Coroutine[Any, Any, Any]) -> Any:
-    """What a box finds of files and paths is told as what it is, and not as a fault of this server."""
-    try:
-        return await work
-    except WingbeatError:
-        raise
-    except OSError as error:
-        kind = next(kind for kind in FILE_FAULTS if isinstance(error, kind))
-        status, code = FILE_FAULTS[kind]
-        raise coded(status, code, str(error)) from error
-    except ValueError as error:
-        raise coded(400, "invalid_value", str(error)) from error
-
-
-def coded(status: int, code: str, text: str) -> WingbeatError:
-    fault = http_fault(status, text)
-    fault.code = code
-    return fault
-
-
 def _lent(name: str, value: Any) -> LentValue:
     if isinstance(value, Endpoint):
         return LentValue(name=name, kind="endpoint", model=value.model)
@@ -351,38 +355,3 @@ def _box(grant: Grant, index: int) -> Any:
     if isinstance(value, Endpoint):
         raise RequestError("expected a lease of a box, got one of an endpoint")
     return value
-
-
-def _parsed(model: type[M], body: bytes) -> M:
-    """Raises RequestError."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        decode_json(body)  # says it better where it is no JSON
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise RequestError(f"`{where}`: {fault['msg']}", param=where) from None
-
-
-def _query(request: Request, name: str) -> str:
-    value = request.query_params.get(name)
-    if value is None:
-        raise RequestError(f"{name}: expected it in the query", param=name)
-    return value
-
-
-def _call_id(text: str) -> str:
-    if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
-        raise RequestError("expected an id of 32 hexadecimal digits")
-    return text
-
-
-def _json(model: Wire) -> Response:
-    return Response(model.model_dump_json(), media_type="application/json")
-
-
-def as_answer(error: ConfigError) -> WingbeatError:
-    """A spec that cannot be leased is a fault of the request, though in a process of one's own one of the setup."""
-    fault = coded(400, error.code, error.message)
-    fault.param = error.param
-    return fault

@@ -76,6 +76,7 @@ async def serve_lending(launch: LendingLaunch) -> None:
     tls = _tls(server)
     bounds = Bounds(fitting_connections(server.max_connections), server.request_timeout_s)
     lending = LendingServer(config, server, keys)
+    lending.check()
     listener = bind(config.host, config.port, setting="resources.port")
     host, port = listener.getsockname()[:2]
     url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -102,7 +103,7 @@ async def serve_lending(launch: LendingLaunch) -> None:
         address_file=launch.address_file,
         outer=None if tls is None else OuterPort(listener, tls, bounds),
     )
-    http.announcer = announcer
+    http.announcer, http.lending = announcer, lending
     await http.serve(sockets=[listener if tls is None else bind("127.0.0.1", 0)])
     if not http.started:
         raise SetupError("the resources server could not start; the log above says why")
@@ -112,6 +113,7 @@ class _Server(AnnouncedServer):
     """Tells control only once it serves."""
 
     announcer: Announcer
+    lending: LendingServer
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -119,7 +121,9 @@ class _Server(AnnouncedServer):
             self.announcer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leases end first: whoever waits for one, or uses it, is told so at once, and holds nothing up."""
         await self.announcer.close()
+        await self.lending.grants.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
