@@ -20,6 +20,12 @@ from bench.resources_chaos import chaos
 from bench.resources_pool import pool
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"pool": pool, "boxes": boxes, "chaos": chaos}
+KEYS = {
+    "pool": ("pool_time_vs_ideal",),
+    "boxes": ("sandbox_vs_limit", "prefetch_gain"),
+    "chaos": ("leaked", "dirty_reuse", "lost", "infra_as_reward", "throughput_vs_calm"),
+}
+"""What each part answers with; a figure that is missing must not take its bar along."""
 AT_MOST = {"pool_time_vs_ideal": 1.5, "leaked": 0, "dirty_reuse": 0, "lost": 0, "infra_as_reward": 0}
 AT_LEAST = {"sandbox_vs_limit": 0.8, "throughput_vs_calm": 0.6}
 
@@ -46,7 +52,9 @@ def main() -> None:
     for name in arguments.only:
         sys.stdout.write(f"{name} ...\n")
         sys.stdout.flush()
-        summary.update(PARTS[name](arguments.quick))
+        figures = PARTS[name](arguments.quick)
+        assert not (missing := set(KEYS[name]) - set(figures)), f"{name} does not tell {missing}"
+        summary.update(figures)
     summary["bars"] = bars(summary)
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.exit(0 if arguments.quick or all(summary["bars"].values()) else 1)

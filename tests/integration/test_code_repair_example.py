@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,33 +23,31 @@ pytestmark = [
 ]
 
 
-def in_folder(work: Path, *command: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=work,
-        env=environment(),
+def test_one_command_plays_the_scripted_agents_and_trains_the_tiny_model(tmp_path: Path) -> None:
+    work = tmp_path / "code-repair"
+    shutil.copytree(EXAMPLE, work, ignore=shutil.ignore_patterns("runs"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(work / "run.sh"), "--json", *SHORT],
+        cwd=tmp_path,
+        env={**environment(), "PATH": path},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=680,
         check=False,
     )
-
-
-def test_the_reference_agent_earns_1_and_an_idle_one_0(tmp_path: Path) -> None:
-    work = tmp_path / "code-repair"
-    shutil.copytree(EXAMPLE, work, ignore=shutil.ignore_patterns("runs"))
-    done = in_folder(work, "reference.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reference: mean reward 1 of 12 tasks")
-    assert "\nidle: mean reward 0 of 12 tasks" in done.stdout
-
-
-def test_the_tiny_model_trains_and_every_episode_is_scored(tmp_path: Path) -> None:
-    work = tmp_path / "code-repair"
-    shutil.copytree(EXAMPLE, work, ignore=shutil.ignore_patterns("runs"))
-    done = in_folder(work, "-m", "wingbeat.cli", "train", "config.toml", "--json", *SHORT, timeout_s=600)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    reference, idle, trained = done.stdout.split("\n", 2)
+    assert reference.startswith("reference: mean reward 1 of 12 tasks")
+    assert idle.startswith("idle: mean reward 0 of 12 tasks")
+    result = json.loads(trained)
     assert result["complete"] and result["train_steps"] == 2 and result["episodes"] >= 32
     assert result["warnings"] == []
     assert all(0.0 <= evaluation["mean"] <= 1.0 for evaluation in result["evaluations"])
+
+
+def test_without_short_cuts_it_trains_twenty_steps() -> None:
+    config = tomllib.loads((EXAMPLE / "config.toml").read_text(encoding="utf-8"))
+    assert (config["run"]["steps"], config["tasks"]["environment"]) == (20, "code-repair")
+    assert config["tasks"]["options"].get("box", "sandbox") == "sandbox"
+    assert config["policies"]["solver"]["model"] == "builtin:code-repair"

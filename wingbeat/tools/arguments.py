@@ -8,7 +8,8 @@ schema does not allow is refused with the field, what was expected and what came
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,8 @@ MAX_SHOWN_CHARS = 80
 """Of a wrong value, in an observation."""
 MAX_FAULTS = 8
 """Told at once."""
+MAX_MESSAGE_CHARS = 300
+"""Of one, where somebody else words it."""
 
 
 class ArgumentsRejected(Exception):
@@ -102,13 +105,40 @@ class SchemaArguments:
     def read(self, given: str | Mapping[str, Any]) -> dict[str, Any]:
         values = parse_object(given)
         try:
+            lines = [_fault_line(path, message, value) for path, message, value in _unsendable((), values)]
             faults = sorted(self._validator.iter_errors(values), key=lambda fault: [str(part) for part in fault.path])
         except RecursionError:
             raise ArgumentsRejected(f"the arguments are nested too deeply: {shown(given)}") from None
-        if faults:
-            lines = [_fault_line(fault.absolute_path, fault.message, fault.instance) for fault in faults[:MAX_FAULTS]]
-            raise ArgumentsRejected("\n".join(lines))
+        lines += [_fault_line(fault.absolute_path, _short(fault.message), fault.instance) for fault in faults]
+        if lines:
+            raise ArgumentsRejected(_first(lines))
         return values
+
+
+def _unsendable(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
+    """What Python reads as JSON and nobody can write as such: half a character, a number without bound."""
+    if isinstance(value, str):
+        if not _is_sendable(value):
+            yield path, "expected text, got half a surrogate pair in it", value
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield path, "expected a finite number, got a larger one", value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            if not _is_sendable(name):
+                yield path, "expected names that are text, got half a surrogate pair in one", value
+            yield from _unsendable((*path, name), part)
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _unsendable((*path, index), part)
+
+
+def _is_sendable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -142,6 +172,7 @@ def shown(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__}"
+    text = text.encode("utf-8", "replace").decode()  # no lone surrogates: they cannot be sent
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
@@ -151,9 +182,19 @@ def _refuse_constant(text: str) -> float:
 
 def _words_of(faults: Iterable[ErrorDetails], properties: Mapping[str, Any]) -> str:
     """One line a field.  Alternatives of a union fail each for its own reason, which stand side by side."""
-    lines = list(dict.fromkeys(_words_of_one(fault, properties) for fault in faults))
+    return _first(list(dict.fromkeys(_words_of_one(fault, properties) for fault in faults)))
+
+
+def _first(lines: Sequence[str]) -> str:
     more = f"\n(and {len(lines) - MAX_FAULTS} more)" if len(lines) > MAX_FAULTS else ""
     return "\n".join(lines[:MAX_FAULTS]) + more
+
+
+def _short(message: str) -> str:
+    """Of the ``jsonschema`` library, which writes a wrong value out in full, first."""
+    return (
+        message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_SHOWN_CHARS]}...{message[-MAX_SHOWN_CHARS:]}"
+    )
 
 
 def _words_of_one(fault: ErrorDetails, properties: Mapping[str, Any]) -> str:

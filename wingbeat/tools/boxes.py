@@ -121,7 +121,7 @@ async def read_file(
         first_line: where to begin
         last_line: where to end; null for the end of the file
     """
-    lines = (await _text(box, path)).splitlines()
+    lines = _lines(await _text(box, path))
     if first_line > max(len(lines), 1):
         raise ToolError(f"first_line: expected at most {len(lines)}, the lines of {path}, got {first_line}")
     if last_line is not None and last_line < first_line:
@@ -140,7 +140,7 @@ async def write_file(path: str, content: str, box: Box) -> str:
     """
     with _file_errors(path):
         await box.write(path, content.encode("utf-8", "replace"))
-    count = len(content.splitlines())
+    count = len(_lines(content))
     return f"wrote {count} line{'' if count == 1 else 's'} to {path}"
 
 
@@ -228,7 +228,7 @@ async def _run_program(
     done = await box.run(command, stdin=stdin, timeout_s=timeout_s)
     if done.exit_code == _NOT_FOUND and not done.stdout:
         probe = await box.run(f'command -v "{command[0]}"')
-        if not probe.ok:
+        if not probe.ok and probe.stopped_by is None:
             raise ResourceFailed(
                 f"the box has no program {command[0]!r}, which this tool runs: use an image that has it"
             )
@@ -257,6 +257,12 @@ def _file_errors(path: str) -> Iterator[None]:
         raise ToolError(f"path: expected a folder, got {path}, which is or goes through a file") from None
     except ValueError as error:
         raise ToolError(f"path: {error}") from None
+
+
+def _lines(text: str) -> list[str]:
+    """As ``grep -n`` and ``sed`` count them; Python alone would also part them at form feeds and the like."""
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
 
 
 def _occurrences(text: str, part: str) -> list[int]:

@@ -95,7 +95,8 @@ class Corpus:
         """Write a corpus; a file that is there is replaced once the new one is complete, so that several processes may
         build the same one.
 
-        Raises ConfigError for two documents of one id, DependencyMissing where SQLite has no FTS5.
+        Raises ConfigError for two documents of one id and a path that cannot be written, DependencyMissing where SQLite
+        has no FTS5.
         """
         target = Path(path).absolute()
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.draft")
@@ -103,6 +104,8 @@ class Corpus:
             with contextlib.closing(sqlite3.connect(draft)) as connection:
                 _fill(connection, documents)
             os.replace(draft, target)
+        except (sqlite3.OperationalError, IsADirectoryError) as error:
+            raise ConfigError(f"expected a path for a corpus that can be written, got {target}: {error}") from error
         finally:
             draft.unlink(missing_ok=True)
         return cls(target)
@@ -111,8 +114,10 @@ class Corpus:
         """The best ``limit`` documents that hold any of the query's words or quoted phrases.
 
         Everything else in a query is punctuation: FTS5's operators have no meaning, so no query is malformed.
-        Raises ValueError for a query without a word, ResourceFailed if the file is damaged or gone.
+        Raises ValueError for a query without a word or a limit below 1, ResourceFailed if the file is damaged or gone.
         """
+        if limit < 1:
+            raise ValueError(f"limit: expected at least 1, got {limit}")
         expression = match_expression(query)
         with self._reading() as connection:
             rows = connection.execute(_SEARCH, (expression, limit)).fetchall()
@@ -153,14 +158,25 @@ def match_expression(query: str) -> str:
 
 def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     """From JSON lines with ``id``, ``text`` and, where there is one, ``title``.  Raises ConfigError with the line."""
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _document(line, f"{path}:{number}")
+    number = 0
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _document(line, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"expected documents at {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, after line {number}: expected UTF-8, got {error}") from error
 
 
 def corpus_search(corpus: Corpus | str | os.PathLike[str], *, limit: int = 5, name: str = "search") -> Tool:
-    """``search(query)``: what a model reads is id, title and snippet of the best ``limit`` documents."""
+    """``search(query)``: what a model reads is id, title and snippet of the best ``limit`` documents.
+
+    Raises ConfigError for a file that is no corpus, and a limit below 1.
+    """
+    if limit < 1:
+        raise ConfigError(f"limit: expected at least 1, got {limit}")
     opened = corpus if isinstance(corpus, Corpus) else Corpus(corpus)
 
     @tool(name=name)
@@ -220,6 +236,8 @@ def _fill(connection: sqlite3.Connection, documents: Iterable[Document]) -> None
                 )
             except sqlite3.IntegrityError as error:
                 raise ConfigError(f"two documents have the id {document.id!r}") from error
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"the document {document.id!r} has half a surrogate pair: {error}") from error
         connection.execute("INSERT INTO words (words) VALUES ('rebuild')")
         connection.execute("INSERT INTO words (words) VALUES ('optimize')")
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from wingbeat.core.errors import ConfigError, RequestError
 from wingbeat.resources import ResourceFailed, Spec
-from wingbeat.tools.results import ToolResult
+from wingbeat.tools.results import ToolError, ToolResult
 from wingbeat.tools.tool import Tool, tool
 
 MAX_ANSWER_CHARS = 40_000
@@ -128,7 +128,7 @@ class Judge:
             shown = f"{answer[: self.max_answer_chars]}\n[{left_out} characters left out]"
         mark = hashlib.blake2b(f"{question}\0{answer}".encode("utf-8", "replace"), digest_size=6).hexdigest()
         right = f"<reference-{mark}>\n{reference}\n</reference-{mark}>\n" if reference else ""
-        return _PROMPT.format(
+        prompt = _PROMPT.format(
             rubric=self.rubric,
             low=self.low,
             high=self.high,
@@ -137,6 +137,7 @@ class Judge:
             reference=right,
             answer=shown,
         )
+        return prompt.encode("utf-8", "replace").decode()  # a policy's half of a surrogate pair cannot be sent
 
 
 def judge(
@@ -179,6 +180,8 @@ def judge_tool(endpoint: ChatEndpoint | Spec, *, rubric: str, resource: str = "j
             answer: the answer to score
         """
         asked = judge(endpoint, rubric=rubric, **options)
+        if len(question) > asked.max_answer_chars:  # the model wrote it, so no judge must fail at it
+            raise ToolError(f"question: expected at most {asked.max_answer_chars} characters, got {len(question)}")
         verdict = await asked(question, answer)
         return ToolResult(f"score: {verdict.points:g} of {asked.high:g}\n{verdict.text}", data=verdict)
 

@@ -31,6 +31,8 @@ OPTION = re.compile(r"-|\w+=")
 URL = re.compile(r"(https?://)(?:[^\s'\"/?#]*@)?([^\s'\"/?#]+)[^\s'\"]*")
 LAST_WORDS_S = 1.0
 """For the rest of what a dead server wrote."""
+GOODBYE_S = 5.0
+"""For a server behind a url to end its session; the package bounds the end of one that was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class Link:
         self._stop.set()
         if not self._ready.done():
             self._task.cancel()
+        elif self._target.url:
+            asyncio.get_running_loop().call_later(GOODBYE_S, self._task.cancel)
         await asyncio.shield(asyncio.wait([self._task]))
         if not self._task.cancelled():
             self._task.exception()  # told by whoever waited for it; here it only ends
@@ -132,7 +136,11 @@ class Link:
         from mcp import StdioServerParameters, stdio_client
 
         parameters = StdioServerParameters(
-            command=target.command[0], args=list(target.command[1:]), env=dict(target.env), cwd=target.cwd or None
+            command=target.command[0],
+            args=list(target.command[1:]),
+            env=dict(target.env),
+            cwd=target.cwd or None,
+            encoding_error_handler="replace",  # a byte that is no UTF-8 is no reason to lose a server
         )
         errors = await stack.enter_async_context(self._stderr.opened())
         return stdio_client(parameters, errlog=errors)

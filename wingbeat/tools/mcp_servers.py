@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.resources import ResourceFailed, ResourceLost
 from wingbeat.tools.mcp_links import Link, McpTarget, bare
@@ -108,7 +110,7 @@ class _Server:
             try:
                 async with asyncio.timeout(self._start_timeout_s):
                     page = await self._link.client.list_tools(cursor=cursor)
-            except (TimeoutError, *self._link.faults) as error:
+            except (TimeoutError, ValidationError, RuntimeError, *self._link.faults) as error:
                 raise ResourceFailed(await self._link.explain(f"does not list its tools ({error!r})")) from error
             found += page.tools
             cursor = page.next_cursor
@@ -129,7 +131,6 @@ class _Server:
     async def _ask(self, link: Link, name: str, arguments: dict[str, Any]) -> ToolResult:
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS, REQUEST_TIMEOUT
-        from pydantic import ValidationError
 
         try:
             result = await link.client.call_tool(name, arguments, read_timeout_seconds=self._timeout_s)
@@ -164,6 +165,7 @@ class _Server:
         async with self._lock:
             if self._link is link:
                 self._link = None
+                self._words = f"{self._target.title} {what}"  # should this call be cancelled in the next line
                 await link.close()
                 self._words = await link.explain(what)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.resources import bars
+from bench.resources import AT_LEAST, AT_MOST, KEYS, bars
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,3 +29,10 @@ def test_bars_are_of_the_parts_that_were_run() -> None:
     assert bars({}) == {}
     assert bars({"leaked": 0, "throughput_vs_calm": 0.4, "quick": True}) == {"leaked <= 0": True}
     assert bars({"leaked": 1, "throughput_vs_calm": 0.7}) == {"leaked <= 0": False, "throughput_vs_calm >= 0.6": True}
+
+
+def test_every_bar_is_of_a_figure_that_its_part_must_tell() -> None:
+    told = [key for keys in KEYS.values() for key in keys]
+    assert {*AT_MOST, *AT_LEAST} == {*told} - {"prefetch_gain"}
+    assert (AT_MOST["pool_time_vs_ideal"], AT_LEAST) == (1.5, {"sandbox_vs_limit": 0.8, "throughput_vs_calm": 0.6})
+    assert [AT_MOST[key] for key in ("leaked", "dirty_reuse", "lost", "infra_as_reward")] == [0] * 4

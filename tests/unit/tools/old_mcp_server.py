@@ -21,7 +21,12 @@ TOOLS = [
     tool("wait", seconds="number"),
     tool("flood"),
     tool("greet", name="string", self="string"),
+    tool("babble"),
+    tool("variables"),
+    tool("nonsense"),
 ]
+BABBLE = b'Loading: 100%\n[1, 2]\n{}\nnull\n\ncaf\xe9\n{"jsonrpc": "2.0", "id": "of nobody", "result": {}}\n'
+"""Standard output is the protocol's, and many a library prints to it."""
 
 
 def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +34,12 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         threading.Event().wait(arguments["seconds"])
     if name == "flood":
         print("x" * 1_000_000, file=sys.stderr)  # noqa: T201
+    if name == "babble":
+        sys.stdout.buffer.write(BABBLE)
+    if name == "nonsense":
+        return {"content": "no list"}
     texts = {"echo": arguments.get("text"), "pid": str(os.getpid()), "flood": "y" * 1_000_000}
+    texts["variables"] = " ".join(os.environ)
     text = texts.get(name) or f"done {json.dumps(arguments)}"
     blocks = [{"type": "text", "text": text}]
     if name == "echo":

@@ -44,6 +44,13 @@ def test_the_best_document_comes_first(corpus: Corpus) -> None:
     assert "capital of France" in hits[0].snippet and hits[0].title == "Paris"
 
 
+def test_a_title_counts_for_more(tmp_path: Path) -> None:
+    fillers = [Document(f"f{number}", "nothing of note", title="nothing") for number in range(20)]
+    pair = [Document("text", "owl fox", title="hen"), Document("title", "fox hen", title="owl")]
+    built = Corpus.build(tmp_path / "c.sqlite", [*fillers, *pair])
+    assert found(built, "owl") == ["title", "text"]
+
+
 def test_words_in_quotes_stand_together(corpus: Corpus) -> None:
     assert found(corpus, '"capital of Italy"') == ["rome"]
     assert found(corpus, '"Italy capital"') == []
@@ -79,6 +86,21 @@ def _shared(factory: pytest.TempPathFactory) -> Corpus:
     return _built[0]
 
 
+def test_a_query_without_end_is_looked_at_in_part(corpus: Corpus) -> None:
+    """A policy that writes a million words must not hold up a search that others wait for."""
+    words = " ".join(f"word{number}" for number in range(100_000))
+    assert match_expression(words).count(" OR ") == 63
+    assert corpus.search(words) == []
+
+
+def test_a_limit_below_one_is_refused(corpus: Corpus) -> None:
+    for limit in (0, -1):
+        with pytest.raises(ConfigError, match="limit: expected at least 1"):
+            corpus_search(corpus, limit=limit)
+        with pytest.raises(ValueError, match="limit: expected at least 1"):
+            corpus.search("capital", limit=limit)
+
+
 async def test_the_tools_tell_what_a_model_needs(corpus: Corpus) -> None:
     toolbox = Toolbox([corpus_search(corpus, limit=1), corpus_read(corpus.path)])
     result = await toolbox.call("search", '{"query": "capital Italy"}')
@@ -101,6 +123,15 @@ def test_a_corpus_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert Corpus(path).read("a").text == "old"
     assert Corpus.build(path, [Document("b", "new")]).num_documents == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["c.sqlite"]
+
+
+def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "no folder" / "c.sqlite", tmp_path):
+        with pytest.raises(ConfigError, match="expected a path for a corpus that can be written"):
+            Corpus.build(path, DOCUMENTS)
+    with pytest.raises(ConfigError, match="the document 'a' has half a surrogate pair"):
+        Corpus.build(tmp_path / "c.sqlite", [Document("a", "\ud800")])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
@@ -136,3 +167,8 @@ def test_documents_are_read_from_json_lines(tmp_path: Path) -> None:
     path.write_text('{"id": "a", "text": "x"}\n{"id": 3, "text": "y"}\n')
     with pytest.raises(ConfigError, match=r"documents\.jsonl:2: expected"):
         list(read_documents(path))
+    path.write_bytes(b'{"id": "a", "text": "caf\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"documents\.jsonl, after line 0: expected UTF-8"):
+        list(read_documents(path))
+    with pytest.raises(ConfigError, match=r"expected documents at .*missing: No such file"):
+        list(read_documents(tmp_path / "missing"))

@@ -126,10 +126,25 @@ async def test_an_answer_cannot_close_its_own_marks() -> None:
     assert f"<answer-{mark}>" not in endpoint.prompts[1]
 
 
+async def test_whatever_an_answer_holds_can_be_sent() -> None:
+    """Else a policy could have its judge fail, and its episode end as somebody else's fault."""
+    endpoint = Says('{"score": 1}')
+    await judge(endpoint, rubric="r")("q", "{rubric} \ud83d\0")
+    assert "{rubric} ?\0" in endpoint.prompts[0] and endpoint.prompts[0].encode()
+
+
 async def test_a_long_answer_is_cut_for_the_judge() -> None:
     endpoint = Says('{"score": 1}')
     await judge(endpoint, rubric="r", max_answer_chars=10)("q", "y" * 25)
     assert "y" * 10 + "\n[15 characters left out]" in endpoint.prompts[0]
+
+
+async def test_a_question_that_a_model_writes_has_an_end() -> None:
+    """Else a policy could have its judge fail, and its episode end as somebody else's fault."""
+    toolbox = Toolbox([judge_tool(Says('{"score": 1}'), rubric="r", max_answer_chars=10)])
+    result = await toolbox.call("judge", '{"question": "0123456789x", "answer": "a"}')
+    assert result.content == "error: question: expected at most 10 characters, got 11"
+    assert (await toolbox.call("judge", '{"question": "0123456789", "answer": "a"}')).data.points == 1
 
 
 def test_a_judge_that_could_not_work_is_refused() -> None:

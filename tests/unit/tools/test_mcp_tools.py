@@ -13,16 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources import ResourceFailed, ResourceLost
-from wingbeat.tools import Fault, Toolbox, ToolRefused, mcp_tools
+from wingbeat.tools import Fault, Toolbox, ToolRefused, mcp_links, mcp_tools
 from wingbeat.tools.mcp_links import McpTarget, bare
 
 SCRIPT = str(Path(__file__).with_name("small_mcp_server.py"))
 COMMAND = (sys.executable, SCRIPT)
 OLD = (sys.executable, "-S", str(Path(__file__).with_name("old_mcp_server.py")))
 """Without a library to load: enough where it matters that a server dies or hangs."""
+
+
+LISTS = """
+import json, runpy, sys
+old = runpy.run_path(sys.argv[1])
+answer, listed = old["answer"], json.loads(sys.argv[2])
+old["reply"].__globals__["answer"] = lambda method, params: listed if method == "tools/list" else answer(method, params)
+old["main"]()
+"""
+"""The same server, with what it answers to the question for its tools."""
 
 
 def is_alive(pid: int) -> bool:
@@ -104,6 +116,68 @@ async def test_a_server_of_an_older_revision_serves_as_well() -> None:
         assert result.content == 'done {"name": "Ada", "self": "me"}', "an argument may have any name"
 
 
+@pytest.mark.slow
+async def test_a_server_that_prints_anything_is_understood_and_has_none_of_our_variables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("A_SECRET_KEY", "secret")
+    async with mcp_tools(command=OLD, env={"MODE": "mild"}, timeout_s=30) as tools:
+        toolbox = Toolbox([*tools])
+        assert (await toolbox.call("babble")).content == "done {}"
+        variables = (await toolbox.call("variables")).content.split()
+        assert "MODE" in variables and "A_SECRET_KEY" not in variables
+        with pytest.raises(ResourceFailed, match="answered nonsense against the protocol"):
+            await toolbox.call("nonsense")
+        assert (await toolbox.call("echo", '{"text": "hi"}')).content.startswith("hi")
+    caplog.clear()  # what was no message is logged by the package, with its traceback
+
+
+@pytest.mark.slow
+async def test_a_cancelled_call_leaves_the_server_to_others() -> None:
+    async with mcp_tools(command=OLD, timeout_s=60, only=["pid", "wait"]) as tools:
+        toolbox = Toolbox([*tools])
+        pid = (await toolbox.call("pid")).content
+        call = asyncio.ensure_future(toolbox.call("wait", '{"seconds": 60}'))
+        assert (await toolbox.call("pid")).content == pid  # the other call is on its way by now
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await toolbox.call("pid")).content == pid
+
+
+@pytest.mark.slow
+async def test_who_is_cancelled_over_a_lost_server_leaves_word_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    closing, close = asyncio.Event(), mcp_links.Link.close
+
+    async def close_slowly(link: mcp_links.Link) -> None:
+        closing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await close(link)
+
+    async with mcp_tools(command=OLD, timeout_s=30, only=["pid"]) as tools:
+        toolbox = Toolbox([*tools])
+        os.kill(int((await toolbox.call("pid")).content), signal.SIGKILL)
+        monkeypatch.setattr(mcp_links.Link, "close", close_slowly)
+        call = asyncio.ensure_future(toolbox.call("pid"))
+        await closing.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(ResourceLost, match=r"the MCP server .* is gone"):
+            await toolbox.call("pid")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listed", ['{"tools": [{"name": 5}]}', '{"tools": null}'])
+async def test_a_server_that_lists_nonsense_is_infrastructures_fault(listed: str) -> None:
+    command = [sys.executable, "-S", "-c", LISTS, OLD[-1], listed]
+    with pytest.raises(ResourceFailed, match="does not list its tools"):
+        async with mcp_tools(command=command, start_timeout_s=10):
+            raise AssertionError("never entered")
+
+
 def test_a_message_names_a_server_without_its_keys() -> None:
     titles = [
         McpTarget((), "https://me:pw@mcp.example:8443/sk-1/mcp?apiKey=sk-2", {}, "", {}).title,
@@ -112,6 +186,60 @@ def test_a_message_names_a_server_without_its_keys() -> None:
     ]
     assert titles == [f"the MCP server {w}" for w in ("https://mcp.example:8443", "npx -y @x/server ...", "env ...")]
     assert bare("HTTP 401 of 'https://mcp.example/sk-1?k=sk-2' (sorry)") == "HTTP 401 of 'https://mcp.example' (sorry)"
+
+
+class Silent:
+    """A server of an older revision over HTTP, which never lets go of a session."""
+
+    def __init__(self) -> None:
+        self.teams: set[str | None] = set()
+        self.asked_to_end = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.teams.add(request.headers.get("x-team"))
+        if request.method == "DELETE":
+            self.asked_to_end.set()
+            await asyncio.Event().wait()
+        if request.method != "POST":
+            return web.Response(status=405)
+        asked = await request.json()
+        if "id" not in asked:
+            return web.Response(status=202)
+        info = {
+            "protocolVersion": "2025-06-18",
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "s", "version": "1"},
+        }
+        result: dict[str, Any] = {"content": []}
+        if asked["method"] == "initialize":
+            result = info
+        elif asked["method"] == "tools/list":  # one on each of two pages
+            is_second = asked.get("params", {}).get("cursor") == "more"
+            result = {"tools": [{"name": "g" if is_second else "f", "inputSchema": {"type": "object"}}]}
+            result |= {} if is_second else {"nextCursor": "more"}
+        reply = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+        return web.json_response(reply, headers={"mcp-session-id": "1"})
+
+
+@pytest.mark.slow
+async def test_a_block_ends_although_its_server_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_links, "GOODBYE_S", 0.05)
+    silent = Silent()
+    server = TestServer(_app_of(silent))
+    async with asyncio.timeout(20):
+        await server.start_server()
+        async with mcp_tools(url=str(server.make_url("/mcp")), headers={"x-team": "blue"}) as tools:
+            assert Toolbox([*tools]).names == ("f", "g")
+            assert (await Toolbox([*tools]).call("f")).content == ""
+        assert silent.asked_to_end.is_set()
+        assert silent.teams == {"blue"}
+        await server.close()
+
+
+def _app_of(silent: Silent) -> web.Application:
+    app = web.Application()
+    app.router.add_route("*", "/mcp", silent.answer)
+    return app
 
 
 @contextlib.contextmanager

@@ -200,6 +200,31 @@ def test_what_is_nested_beyond_reason_is_told() -> None:
         made.arguments.read('{"a": ' * 900 + "{}" + "}" * 900)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ('{"rows": ["a", "\\ud83d!"]}', "rows[1]: expected text, got half a surrogate pair in it"),
+        (
+            '{"\\udc00": 1}',
+            'the arguments: expected names that are text, got half a surrogate pair in one, got {"?": 1}',
+        ),
+        ('{"rows": 1e999}', "rows: expected a finite number, got a larger one"),
+    ],
+)
+def test_what_cannot_be_sent_on_is_refused(arguments: str, words: str) -> None:
+    """One such call would end the connection to an MCP server, for all episodes."""
+    of = Tool.of_schema(lambda: "", name="f", description="F.", parameters={"type": "object"})
+    assert told(arguments, of) == words
+
+
+def test_a_message_of_somebody_elses_is_short_too() -> None:
+    schema = {"type": "object", "properties": {f"f{n}": {"type": "integer"} for n in range(20)}}
+    of = Tool.of_schema(lambda: "", name="f", description="F.", parameters=schema)
+    said = told(json.dumps({f"f{n}": "x" * 10_000 for n in range(20)}), of).splitlines()
+    assert len(said) == 9 and said[-1] == "(and 12 more)"
+    assert all(len(line) < 300 and line.endswith("is not of type 'integer'") for line in said[:-1])
+
+
 def test_a_schema_may_refer_to_its_own_parts() -> None:
     parts = {"n": {"type": "integer"}}
     schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": parts, "$id": "https://x/y.json"}

@@ -98,6 +98,21 @@ async def test_files_are_read_in_ranges(tools: EpisodeTools) -> None:
     assert "at least first_line" in await refused(tools, "read_file", path="README.md", first_line=3, last_line=2)
 
 
+async def test_lines_are_counted_as_other_programs_count_them(tools: EpisodeTools) -> None:
+    await tools.lease("box").value.write("odd.py", "a\x0cb\r\nc\u2028d\ne".encode())
+    assert await told(tools, "read_file", path="odd.py") == "1\ta\x0cb\r\n2\tc\u2028d\n3\te"
+    assert await told(tools, "search_files", pattern="e", path="odd.py") == "odd.py:3:e"
+    assert await told(tools, "read_file", path="odd.py", first_line=3) == "3\te"
+    assert await told(tools, "write_file", path="odd.py", content="\x0c\n\x85") == "wrote 2 lines to odd.py"
+
+
+async def test_commands_that_no_program_can_get_are_told(tools: EpisodeTools) -> None:
+    assert "without zero bytes" in await refused(tools, "shell", command="echo a\0b")
+    assert "without zero bytes" in await refused(tools, "search_files", pattern="a\0b")
+    assert (await told(tools, "shell", command=f"echo {'x' * 200_000}")).endswith("[exit code 126]")
+    assert await told(tools, "shell", command="echo fine") == "fine"
+
+
 async def test_files_are_written_and_a_passage_is_replaced_exactly_once(tools: EpisodeTools) -> None:
     assert await told(tools, "write_file", path="new/b.txt", content="ä\nb\n") == "wrote 2 lines to new/b.txt"
     assert await told(tools, "replace_in_file", path="new/b.txt", old="ä\nb", new="c") == (
@@ -121,6 +136,8 @@ async def test_folders_are_listed_and_searched(tools: EpisodeTools) -> None:
     assert await told(tools, "search_files", pattern="^t(wo|hree)", path="README.md") == (
         "README.md:2:two\nREADME.md:3:three\nREADME.md:4:two"
     )
+    await told(tools, "write_file", path=".git/packed", content="VALUE = 2")
+    await tools.lease("box").value.write("compiled", b"VALUE\0")
     assert await told(tools, "search_files", pattern="VALUE") == "./src/a.py:1:VALUE = 1"
     assert await told(tools, "search_files", pattern="-e nothing") == "no line matches in ."
     assert "nowhere" in await refused(tools, "search_files", pattern="x", path="nowhere")
@@ -162,7 +179,8 @@ class Standing:
 
 async def on(box: Any, name: str, **arguments: Any) -> ToolResult:
     standing: Box = box
-    return await Toolbox([shell_tool(standing), python_tool(standing)]).call(name, json.dumps(arguments))
+    toolbox = Toolbox([shell_tool(standing), python_tool(standing), *file_tools(standing)])
+    return await toolbox.call(name, json.dumps(arguments))
 
 
 async def test_a_box_that_is_gone_is_no_observation() -> None:
@@ -175,3 +193,20 @@ async def test_a_box_without_the_program_is_no_observation() -> None:
     with pytest.raises(ResourceFailed, match="the box has no program 'python3'"):
         await on(Standing(missing), "python", code="1")
     assert (await on(Standing(missing), "shell", command="python3")).content.endswith("[exit code 127]")
+
+
+async def test_a_program_that_ends_as_a_missing_one_would_is_an_observation(tools: EpisodeTools) -> None:
+    """Else a policy could have its episode dropped whenever it is not going well."""
+    assert await told(tools, "python", code="import sys; sys.exit(127)") == "[exit code 127]"
+
+
+async def test_what_a_limit_took_is_told() -> None:
+    cut = Finished(exit_code=0, stdout=b"begun", stderr=b"", seconds=0.0, truncated=True)
+    assert (await on(Standing(cut), "shell", command="yes")).content == (
+        "begun\n[more output than the box keeps; the rest is gone]"
+    )
+    stopped = Finished(exit_code=1, stdout=b"", stderr=b"", seconds=2.0, stopped_by="timeout")
+    found = await on(Standing(stopped), "search_files", pattern="x")
+    assert (found.content, found.is_error) == ("[stopped by the limit: timeout, after 2.0 s]", True), "not: no match"
+    missing = Finished(exit_code=127, stdout=b"", stderr=b"", seconds=0.0, stopped_by="pids")
+    assert "pids" in (await on(Standing(missing), "python", code="1")).content, "nor: the box has no program"

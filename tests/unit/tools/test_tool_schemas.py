@@ -262,6 +262,11 @@ def test_defaults_must_fit_their_annotation() -> None:
 
     assert "its default None is no int" in refused(f)
 
+    def lax(count: int = "3") -> None:  # type: ignore[assignment]
+        "F."
+
+    assert "its default '3' is no int" in refused(lax)
+
     def g(event: Any = threading.Event()) -> None:  # noqa: B008
         "G."
 

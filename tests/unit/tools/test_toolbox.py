@@ -82,6 +82,8 @@ async def test_what_is_no_call_of_a_known_tool_is_told() -> None:
     assert [result.fault for result in results] == [Fault.UNKNOWN_TOOL] + [Fault.ARGUMENTS] * 3
     assert results[0].content == 'error: there is no tool "subtract"; the tools are add'
     assert results[1].content == 'error: expected a call of type function, got "custom"'
+    half = await toolbox.call("add\ud83d")
+    assert half.content.encode() == b'error: there is no tool "add?"; the tools are add', "it can be sent"
 
 
 async def test_calls_of_one_turn_run_at_once_and_keep_their_order() -> None:
