@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,31 @@ class Letters:
 '''
 
 
+HANGING = """
+import asyncio, os
+from pathlib import Path
+
+from wingbeat import Task
+
+
+class Hanging:
+    name = "hanging"
+
+    def __init__(self, options):
+        self.folder = Path(options["folder"])
+
+    def tasks(self, split):
+        return [Task("hanging", f"{split}-{number}", {"number": number}) for number in range(2)]
+
+    def score(self, task, answer):
+        return 0.0
+
+    async def play(self, episode):
+        (self.folder / f"pid-{episode.task.id}").write_text(str(os.getpid()))
+        await asyncio.Event().wait()
+"""
+
+
 def write_untrained(folder: Path) -> None:
     """A model that says anything: building takes no time, and its episodes do not care."""
     from wingbeat.environments.calculator.model import build_model
@@ -65,4 +93,33 @@ def test_an_environment_of_ones_own_is_scored_without_a_server(tmp_path: Path) -
     assert set(reply["sources"]) == {"letters"}
     (run_dir,) = (tmp_path / "runs").iterdir()
     for pid in json.loads((run_dir / "processes.json").read_text()).values():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
+    """As a terminal sends it: to the whole process group."""
+    (tmp_path / "own.py").write_text(HANGING)
+    write_untrained(tmp_path / "model")
+    command = ["eval", "--environment", "own.py:Hanging", "--model", "model", "--options", f"folder={tmp_path}"]
+    more = ["--policies.solver.context_tokens=128", "--dir", "runs"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wingbeat.cli", *command, *more],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err[-3000:]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert "interrupted, and nothing is scored (0 of 2 episodes have ended); run directory: " in err
+    pids = [path.read_text() for path in tmp_path.glob("pid-*")]
+    for pid in [*json.loads((run_dir / "processes.json").read_text()).values(), *pids]:
         assert not Path(f"/proc/{pid}").exists()

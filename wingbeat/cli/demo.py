@@ -113,12 +113,12 @@ def run_demo(*, seed: int, control: str, json_output: bool, directory: Path) -> 
     config = demo_config(seed=seed, control=control, directory=directory)
     console.print(Panel.fit(_introduction(config, control), title="wingbeat demo", border_style="cyan"))
     with RunProgress(console, title="teaching the agent") as progress:
-        progress.tell("making a small model and warming it up (seconds)")
         plan = TrainingPlan(
             config,
             config_dir=Path.cwd(),
             on_ready=lambda supervisor: progress.begin(config.run.steps),
             on_event=progress.on_event,
+            on_note=progress.tell,
         )
         result = run_plan(plan)
     if not result.complete:

@@ -45,7 +45,7 @@ def deploy_ray(
     ] = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Serve, or train, with engines and trainers on the nodes of a Ray cluster, and control on this one.
+    """Serve, or train, with engines, trainers and resources servers on a Ray cluster, and control on this node.
 
     Run it on a node of the cluster. What dies is started again, elsewhere where its node is gone. `run.dir` must be in
     a folder that all nodes share, as trainers keep their checkpoints there.
@@ -63,7 +63,8 @@ def deploy_ray(
 
 def _on_ray(address: str) -> MakePlace:
     try:
-        from wingbeat.deploy.ray.place import RayPlace, connect
+        from wingbeat.deploy.ray.cluster import connect
+        from wingbeat.deploy.ray.place import RayPlace
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 from wingbeat.cli.arguments import check_options
 from wingbeat.cli.connection import DEFAULT_URL, AdminKeyOption
 from wingbeat.cli.environments import OptionsOption, read_settings
+from wingbeat.cli.run import INTERRUPTED
 from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client import Swarm
 from wingbeat.core.config import BUILTIN_AGENT, Config, PolicyConfig, apply_overrides, parse_overrides, validate_config
@@ -98,6 +100,8 @@ def evaluate(
         given = read_settings(options or ())
         is_tiny = server is None and (model is None or model.startswith(BUILTIN))
         config = environment_config(environment, given, model=model, preset=preset or is_tiny, over=arguments or ())
+        if model is not None and not preset:
+            _check_positions(config, model, environment)
         config = _placed(config, concurrency=concurrency, directory=directory)
         reply, run_dir = _on_environment(config, request, server=server, key=key, keep=directory is not None)
     _show(reply, run_dir, as_json=json_output)
@@ -125,10 +129,16 @@ def _refuse_others(arguments: Sequence[str] | None, given: Mapping[str, Any], *,
 
 def _on_server(request: EvaluationRequest, server: str, key: str | None) -> EvaluationReply:
     progress = Console(stderr=True)
-    with Swarm(server, key, retry_budget_s=10.0) as swarm, progress.status("starting") as status:
-        return swarm.evaluate(
-            request, poll_s=0.5, on_progress=lambda r: status.update(f"{r.num_finished} of {r.num_expected} episodes")
-        )
+    try:
+        with Swarm(server, key, retry_budget_s=10.0) as swarm, progress.status("starting") as status:
+            return swarm.evaluate(
+                request,
+                poll_s=0.5,
+                on_progress=lambda r: status.update(f"{r.num_finished} of {r.num_expected} episodes"),
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; {server} goes on with the evaluation, and records its result", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 # --- an environment ---------------------------------------------------------------------------
@@ -183,6 +193,22 @@ def _context(model: str | None) -> int:
     return longest(model.removeprefix(BUILTIN))
 
 
+def _check_positions(config: Config, model: str, environment: str) -> None:
+    """Raises SetupError for a folder of a model with fewer positions than it is given, as tiny ones have."""
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        return
+    positions = json.loads(path.read_bytes()).get("max_position_embeddings")
+    for name, policy in config.policies.items():
+        if positions is not None and policy.context_tokens > positions:
+            raise SetupError(
+                f"{model} has only {positions} positions, and is given a context of {policy.context_tokens} tokens. If"
+                f" it was trained with the preset of {environment} (`wingbeat init --environment`), add --preset: its"
+                f" context, and its options, which say how the tasks look. Else --policies.{name}.context_tokens="
+                f"{positions} or less"
+            )
+
+
 def _placed(config: Config, *, concurrency: int, directory: Path | None) -> Config:
     run = config.run if directory is None else config.run.model_copy(update={"dir": str(directory)})
     return config.model_copy(update={"run": run, "agent": config.agent.model_copy(update={"concurrency": concurrency})})
@@ -200,7 +226,8 @@ def _on_environment(
         if policy not in config.policies:
             raise SetupError(f"--policy: expected one of {', '.join(config.policies)}, got {policy!r}")
         request = request.model_copy(update={"policy": policy})
-    with Console(stderr=True).status("starting") as status:
+    console = Console(stderr=True)
+    with console.status("starting") as status:
         plan = EvaluationPlan(
             config,
             Path.cwd(),
@@ -208,10 +235,14 @@ def _on_environment(
             server=server,
             key=key,
             keep=keep,
-            on_note=status.update,
+            on_note=lambda text: console.print(text, soft_wrap=True, highlight=False, markup=False),
             on_progress=lambda reply: status.update(f"{reply.num_finished} of {reply.num_expected} episodes"),
         )
         outcome = run_evaluation(plan)
+    if outcome.reply is None:
+        kept = "" if outcome.run_dir is None else f"; run directory: {outcome.run_dir}"
+        typer.echo(f"interrupted, and nothing is scored ({outcome.shown}){kept}", err=True)
+        raise typer.Exit(INTERRUPTED)
     return outcome.reply, outcome.run_dir
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
@@ -15,8 +16,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
+from wingbeat.cli.environments import OptionsOption, read_settings
 from wingbeat.cli.program import program
-from wingbeat.core.config import DataflowConfig, TrainerConfig, dump_tables, validate_config
+from wingbeat.core.config import DataflowConfig, TrainerConfig, dump_tables, dump_value, validate_config
 from wingbeat.core.errors import SetupError
 from wingbeat.environments.calculator import DEMO_PRESET, DemoPreset
 
@@ -39,13 +41,16 @@ def init(
         str | None,
         typer.Option(metavar="NAME", help="Train a tiny model on this environment, with the environment's own agent."),
     ] = None,
+    options: OptionsOption = None,
 ) -> None:
     """Make a folder with an agent, its tasks and a configuration that trains within minutes."""
     if environment is None:
+        if options:
+            raise SetupError("--options are of an --environment; none is named")
         scaffold(name, preset=DEMO_PRESET)
         made = FILES
     else:
-        scaffold_environment(name, environment)
+        scaffold_environment(name, environment, read_settings(options or ()))
         made = ENVIRONMENT_FILES
     typer.echo(f"made {name}: {', '.join(made)}\nnext: cd {name} && {program()} train config.toml")
 
@@ -63,15 +68,18 @@ def scaffold(folder: Path, *, preset: DemoPreset) -> None:
     _write(folder, texts)
 
 
-def scaffold_environment(folder: Path, environment: str) -> None:
+def scaffold_environment(folder: Path, environment: str, options: Mapping[str, Any] | None = None) -> None:
     """Write the configuration that trains a tiny model on an environment, and what to do with it.
 
-    Raises ConfigError for an environment that cannot be made, and as :func:`scaffold`.
+    ``options`` lie over those of the environment's preset.  Raises ConfigError for an environment that cannot be made,
+    and as :func:`scaffold`.
     """
-    from wingbeat.environments.presets import preset_data
+    from wingbeat.environments.presets import merged, preset_data
     from wingbeat.environments.registry import find_kind, make_played
 
     data = preset_data(environment)
+    if options:
+        data = merged(data, {"tasks": {"options": options}})
     config = validate_config(data)  # of a third party's preset, too
     make_played(environment, config.tasks.options)
     title = folder.absolute().name
@@ -80,7 +88,9 @@ def scaffold_environment(folder: Path, environment: str) -> None:
     environment = seen_from(folder, environment)
     data["tasks"] = {**data["tasks"], "environment": environment}
     template = files("wingbeat.cli.scaffold").joinpath("environment.md").read_text("utf-8")
-    readme = Template(template).substitute(title=title, environment=environment, summary=summary)
+    given = (f"--options {shlex.quote(f'{key}={dump_value(value)}')}" for key, value in (options or {}).items())
+    named = " ".join([environment, *given])
+    readme = Template(template).substitute(title=title, environment=environment, named=named, summary=summary)
     _write(folder, {"config.toml": PRESET_HEAD + dump_tables(data), "README.md": readme})
 
 
@@ -91,7 +101,7 @@ def seen_from(folder: Path, environment: str) -> str:
     file, separator, name = absolute_spec(environment, Path.cwd()).partition(".py:")
     if not separator or Path(environment.partition(".py:")[0]).is_absolute():
         return environment
-    return f"{os.path.relpath(file, folder.absolute())}{separator}{name}"
+    return f"{os.path.relpath(f'{file}.py', folder.absolute())}:{name}"
 
 
 def _write(folder: Path, texts: Mapping[str, str]) -> None:

@@ -67,9 +67,10 @@ def run_serve(config: Config, config_dir: Path, resume: Path | None, place: Make
     def note(text: str) -> None:
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    command = "serve" if place is None else "deploy ray"
     place = place or this_machine
     run_dir = run_server(config, config_dir, resume=resume, on_ready=_announce, on_note=note, place=place)
-    typer.echo(f"stopped; continue with {program()} serve --resume {run_dir}", err=True)
+    typer.echo(f"stopped; continue with {program()} {command} --resume {run_dir}", err=True)
 
 
 def train(

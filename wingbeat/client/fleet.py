@@ -6,6 +6,7 @@ ever empty because of an edit::
 
     seat ── process ── ends well ─────────────────▶ done
              │ ├────── crashes ── back-off ───────▶ another process
+             │ ├────── stands still: is killed ───▶ another process
              │ ├────── asks to be replaced ───────▶ a successor
              │ └────── its files change ──────────▶ a successor with the new code
              └ draining: those before it, until they end or are killed
@@ -196,6 +197,10 @@ class Fleet:
             return False
         if failure.is_told and not (self._plan.watch and failure.is_setup):
             raise _error(failure)
+        if failure.is_overdue:  # no crash: each one takes as long as an episode may
+            logger.info("starting another client process in place of %s", process.pid)
+            seat.process = None
+            return seat.limit(process.num_ended)
         if not failure.is_told:
             seat.deaths.append(time.monotonic())
             if not _is_hopeless(seat.deaths):

@@ -8,6 +8,7 @@ import importlib
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,6 +22,7 @@ from wingbeat.core.errors import SetupError
 AUTO = "auto"
 ASK_TIMES = 30
 ASK_EVERY_S = 1.0
+LOOK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ async def connect(plan: RolloutPlan) -> AsyncGenerator[AsyncSwarm | AsyncTeam]:
             module, _, name = plan.resources.partition(":")
             make = getattr(importlib.import_module(module), name)
             urls = await resource_urls(plan)
-            remote = {"urls": urls, "key": plan.resource_key or plan.key} if urls else {}
+            remote: dict[str, Any] = {"urls": urls, "key": plan.resource_key or plan.key} if urls else {}
+            if AUTO in plan.resource_urls:
+                remote["find"] = partial(_urls_now, plan)
             pool = await stack.enter_async_context(make(plan.processes, **remote))
         if not plan.servers:
             yield await stack.enter_async_context(AsyncSwarm(plan.url, plan.key, resources=pool))
@@ -122,8 +126,7 @@ async def resource_urls(plan: RolloutPlan) -> list[str]:
     """Where its resources servers are.  Raises SetupError where the server is asked and knows of none."""
     found = [url for url in plan.resource_urls if url != AUTO]
     if AUTO in plan.resource_urls:
-        leading = next(iter(plan.servers), "")
-        async with AsyncSwarm(plan.servers.get(leading, plan.url), plan.keys.get(leading, plan.key)) as swarm:
+        async with AsyncSwarm(*_leading(plan)) as swarm:
             known = await _announced(swarm)
         if not known:
             raise SetupError(
@@ -132,6 +135,19 @@ async def resource_urls(plan: RolloutPlan) -> list[str]:
             )
         found += [url for url in known if url not in found]
     return found
+
+
+async def _urls_now(plan: RolloutPlan) -> list[str]:
+    """The same for a client that works: one that begins anew may be at another address.  Raises WingbeatError."""
+    named = [url for url in plan.resource_urls if url != AUTO]
+    async with AsyncSwarm(*_leading(plan), timeout_s=LOOK_TIMEOUT_S, retry_budget_s=0.0) as swarm:
+        return [*named, *(server.url for server in (await swarm.resource_servers()).servers)]
+
+
+def _leading(plan: RolloutPlan) -> tuple[str, str | None]:
+    """Address and key of the server that is asked, which is the first one of a team."""
+    name = next(iter(plan.servers), "")
+    return plan.servers.get(name, plan.url), plan.keys.get(name, plan.key)
 
 
 async def _announced(swarm: AsyncSwarm) -> list[str]:

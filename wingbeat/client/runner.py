@@ -84,6 +84,7 @@ class Runner:
         concurrency: int = 16,
         *,
         options: RunnerOptions | None = None,
+        on_begin: Callable[[Episode | TeamEpisode], None] | None = None,
         on_end: Callable[[EpisodeEnd], None] | None = None,
         on_stuck: Callable[[str], None] | None = None,
         clock: Clock = time.monotonic,
@@ -96,6 +97,7 @@ class Runner:
         self._agent = agent if isinstance(agent, Agent) else Agent(agent)
         self._concurrency = concurrency
         self._options = options or RunnerOptions()
+        self._on_begin = on_begin
         self._on_end = on_end
         self._on_stuck = on_stuck
         limit_s = self._options.episode_timeout_s
@@ -110,6 +112,8 @@ class Runner:
         """Leases with the time at which they lapse."""
         self._running: dict[asyncio.Task[EpisodeEnd], tuple[Lease, float]] = {}
         """Episodes with their lease and the time at which they began."""
+        self._ids: dict[str, str] = {}
+        """Of episodes that have begun, by lease."""
         self._beginning: set[str] = set()
         """Leases under which an episode is about to begin."""
         self._num_begun = 0
@@ -271,6 +275,9 @@ class Runner:
         reward: float | None = None
         async with self._swarm.episode(lease=lease) as episode:
             self._begun(lease)
+            self._ids[lease.lease_id] = episode.id
+            if self._on_begin is not None:
+                self._on_begin(episode)
             result = await self._result_of(episode)
             if result is not None:
                 rewards = result if isinstance(episode, TeamEpisode) else to_rewards(result)
@@ -324,16 +331,17 @@ class Runner:
     def _on_done(self, task: asyncio.Task[EpisodeEnd]) -> None:
         lease, started_at = self._running.pop(task)
         self._begun(lease)
+        episode_id = self._ids.pop(lease.lease_id, "")
         seconds = self._clock() - started_at
         self._mean_s = seconds if self._mean_s is None else self._mean_s + _MEAN_WEIGHT * (seconds - self._mean_s)
         self._check_memory()
         self._fill()
         self._changed.set()
         if task.cancelled():
-            end = EpisodeEnd(task_id=lease.task.id, split=lease.split, seconds=seconds, error="cancelled")
+            end = EpisodeEnd(lease.task.id, lease.split, seconds, episode_id, error="cancelled")
             self._stats = replace(self._stats, num_cancelled=self._stats.num_cancelled + 1)
         elif (error := task.exception()) is not None:
-            end = EpisodeEnd(task_id=lease.task.id, split=lease.split, seconds=seconds, error=_one_line(error))
+            end = EpisodeEnd(lease.task.id, lease.split, seconds, episode_id, error=_one_line(error))
             self._count_error(error, end)
         else:
             end = task.result()

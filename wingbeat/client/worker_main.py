@@ -6,35 +6,45 @@ agents print where they like.
 ::
 
     parent ── plan ──▶                      ◀── ready (digest, files) | failed ── child
-           ── go ──▶   leases and runs      ◀── ended, of each episode where their number is limited
+           ── go ──▶   leases and runs      ◀── ended, of each episode where their number or time is limited
+                                            ◀── begun, alive (counts, every second), where their time is limited
            ── stop ──▶ ends its episodes    ◀── replace (reason), any time
                                             ◀── stats (counts), then done | failed
 
-A parent that vanishes closes standard input, which is an order to stop, too.
+A parent that vanishes closes standard input, which is an order to stop, too.  One that hears no sign of life for
+longer than an episode may take kills this process: shortly before, a thread that needs no turn of the interpreter
+writes to standard error where it hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import orjson
 
 from wingbeat.client.agents import Agent
 from wingbeat.client.code import loaded_code, split_agent
+from wingbeat.client.episode import Episode
 from wingbeat.client.plans import RolloutPlan, connect, load_plan, plan_agent
 from wingbeat.client.processes import run_async, set_up_logging
 from wingbeat.client.runner import Runner
+from wingbeat.client.runner_stats import EpisodeEnd
+from wingbeat.client.silence import ALIVE_EVERY_S
+from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.client.user_code import missing_files
 from wingbeat.client.worker_process import SIGNALS
 from wingbeat.core.errors import SetupError, WingbeatError
 
 FAILED_EXIT = 1
+STDERR = 2
 
 
 class Orders:
@@ -102,19 +112,32 @@ class News:
 async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> None:
     """The runner's life, from the order to go on."""
     started = asyncio.Event()
+    silence_s: float | None = None
+    has_deadline, has_limit = plan.options.episode_timeout_s is not None, plan.options.max_episodes is not None
+
+    def tell_begin(episode: Episode | TeamEpisode) -> None:
+        news.tell("begun", episode=episode.id, parts=_parts(episode))
+
+    def tell_end(end: EpisodeEnd) -> None:
+        news.tell("ended", episode=end.episode_id)
+
     async with connect(plan) as swarm:
         runner = Runner(
             swarm,
             agent,
             plan.concurrency,
             options=plan.options,
-            on_end=(lambda end: news.tell("ended")) if plan.options.max_episodes is not None else None,
+            on_begin=tell_begin if has_deadline else None,
+            on_end=tell_end if has_deadline or has_limit else None,
             on_stuck=lambda reason: news.tell("replace", reason=reason),
         )
 
         def obey(order: dict[str, Any] | None) -> None:
+            nonlocal silence_s
             if order is None:
                 runner.stop()
+            elif order["order"] == "go":
+                silence_s = order["silence_s"]
             elif order["order"] == "stop":
                 runner.stop(now=order["now"], grace_s=order["grace_s"])
             started.set()
@@ -124,9 +147,39 @@ async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> N
         if runner.stopping:
             return
         try:
-            await runner.run()
+            async with _signs_of_life(runner, news, silence_s):
+                await runner.run()
         finally:
             news.tell("stats", stats=dataclasses.asdict(runner.stats))
+
+
+@contextlib.asynccontextmanager
+async def _signs_of_life(runner: Runner, news: News, silence_s: float | None) -> AsyncGenerator[None]:
+    """Within the block this loop says that it turns, and before it is killed for its silence, where it hangs."""
+    if silence_s is None:
+        yield
+        return
+
+    async def tell() -> None:
+        while True:
+            news.tell("alive", stats=dataclasses.asdict(runner.stats))
+            faulthandler.dump_traceback_later(silence_s - ALIVE_EVERY_S / 2, file=STDERR)
+            await asyncio.sleep(ALIVE_EVERY_S)
+
+    telling = asyncio.create_task(tell(), name="wingbeat-alive")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.wait({telling})
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _parts(episode: Episode | TeamEpisode) -> dict[str, tuple[str, str]]:
+    """With what the parent can abort it: by server, its id and key."""
+    if isinstance(episode, TeamEpisode):
+        return {name: (episode[name].id, episode[name].api_key) for name in episode.servers}
+    return {"": (episode.id, episode.api_key)}
 
 
 async def _work(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> int:

@@ -9,8 +9,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import orjson
 
 from wingbeat.client.plans import RolloutPlan, dump_plan
 from wingbeat.client.runner_stats import RunnerStats
+from wingbeat.client.silence import ALIVE_EVERY_S, Parts, Silence, abort_overdue, silence_limit_s
+from wingbeat.core.ports import Clock
 
 logger = logging.getLogger("wingbeat.client")
 
@@ -33,6 +36,8 @@ _EXIT_S = 5.0
 _LAST_NEWS_S = 1.0
 _ABORT_S = 15.0
 """Beyond the grace, what a process gets to abort its episodes."""
+_SHOWN = 8
+"""Episodes that a message names."""
 
 
 @contextlib.contextmanager
@@ -54,7 +59,9 @@ class Failure:
 
     message: str
     is_told: bool
-    """It said so itself, and would say so again; else it crashed."""
+    """It said so itself, and would say so again; else it crashed, or was killed."""
+    is_overdue: bool = False
+    """It was killed, since its event loop stood still for longer than the episodes in it may take."""
     is_setup: bool = False
     """The agent, or this machine, must be changed first."""
     files: tuple[Path, ...] = ()
@@ -66,9 +73,13 @@ class Failure:
 
 
 class WorkerProcess:
-    """Starts, waits to be told to go, runs, ends.  From one event loop."""
+    """Starts, waits to be told to go, runs, ends.  From one event loop.
 
-    def __init__(self, plan: RolloutPlan) -> None:
+    Where episodes have a time limit, a process whose own event loop stands still for longer is killed
+    (:mod:`wingbeat.client.silence`).
+    """
+
+    def __init__(self, plan: RolloutPlan, *, clock: Clock = time.monotonic) -> None:
         self.plan = plan
         self.digest = ""
         self.files: tuple[Path, ...] = ()
@@ -84,6 +95,10 @@ class WorkerProcess:
         """Set by every news; whoever waits clears it."""
         self._is_ready = asyncio.Event()
         self._is_done = False
+        limit_s = silence_limit_s(plan)
+        self._silence = None if limit_s is None else Silence(limit_s, clock=clock)
+        self._running: dict[str, Parts] = {}
+        """By the id of the episode; where they have a time limit."""
         self._life: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -120,7 +135,7 @@ class WorkerProcess:
 
     def go(self) -> None:
         """Begin to lease."""
-        self._order(order="go")
+        self._order(order="go", silence_s=None if self._silence is None else self._silence.limit_s)
 
     def stop(self, *, now: bool = False, grace_s: float | None = None) -> None:
         """Lease no more and end within the grace (None: the plan's), or abort at once; killed where it does neither."""
@@ -152,14 +167,45 @@ class WorkerProcess:
         """Take news until the process ends."""
         assert self._process is not None
         reading = asyncio.create_task(self._read(reader))
+        watching = asyncio.create_task(self._kill_if_silent())
         code = await self._process.wait()
+        watching.cancel()
         await asyncio.wait({reading}, timeout=_LAST_NEWS_S)  # a process that it forked may hold the pipe open
         reading.cancel()
-        if not self._is_done and self.failure is None:
+        if self.failure is not None and self.failure.is_overdue:
+            await self._end_overdue(self.failure.message)
+        elif not self._is_done and self.failure is None:
             self.failure = Failure(f"client process {self.pid} ended with exit code {code}", is_told=False)
         self.ended.set()
         self._is_ready.set()
         self.changed.set()
+
+    async def _kill_if_silent(self) -> None:
+        if self._silence is None:
+            return
+        while not self._silence.look():  # noqa: ASYNC110 - silence makes no event
+            await asyncio.sleep(ALIVE_EVERY_S)
+        message = (
+            f"client process {self.pid} is killed: its event loop stood still for {self._silence.seconds:.0f} s, longer"
+            f" than an episode may take (episode_timeout_s = {self.plan.options.episode_timeout_s:g}), so an agent or a"
+            f" library computes or blocks there; the log has the stack. Episodes that end as timeout: {self._shown()}"
+        )
+        logger.error("%s", message)
+        self.failure = Failure(message, is_told=False, is_overdue=bool(self._running))
+        self.kill()
+
+    def _shown(self) -> str:
+        names = list(self._running)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{', '.join(names[:_SHOWN]) or 'none'}{more}"
+
+    async def _end_overdue(self, message: str) -> None:
+        """What it ran counts as run, and as timed out."""
+        running = list(self._running.values())
+        self._running.clear()
+        self.num_ended += len(running)
+        self.stats = replace(self.stats, num_timed_out=self.stats.num_timed_out + len(running))
+        await abort_overdue(self.plan, running, message=message)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (line := await reader.readline()).endswith(b"\n"):
@@ -172,12 +218,21 @@ class WorkerProcess:
             case "ready":
                 self.digest, self.files = news["digest"], tuple(map(Path, news["files"]))
                 self._is_ready.set()
+            case "alive":
+                self.stats = RunnerStats(**news["stats"])
+                if self._silence is not None:
+                    self._silence.heard()
+            case "begun":
+                self._running[news["episode"]] = news["parts"]
             case "ended":
                 self.num_ended += 1
+                self._running.pop(news["episode"], None)
             case "replace":
                 self.replacement_reason = news["reason"]
             case "stats":
                 self.stats = RunnerStats(**news["stats"])
+                if self._silence is not None:
+                    self._silence.end()
             case "done":
                 self._is_done = True
             case "failed":

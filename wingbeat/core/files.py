@@ -20,6 +20,12 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 logger = logging.getLogger(__name__)
 
 
+def cache_folder() -> Path:
+    """Where what was made or fetched once is kept for later runs: ``$WINGBEAT_CACHE``, else ``~/.cache/wingbeat``."""
+    given = os.environ.get("WINGBEAT_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "wingbeat"
+
+
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by ``data``: written beside it, synced, renamed.
 

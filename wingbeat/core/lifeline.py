@@ -13,6 +13,8 @@ import time
 LIFELINE_VARIABLE = "WINGBEAT_LIFELINE"
 """Set to 1 by a supervisor that holds such a pipe; only then is standard input read."""
 ORPHANED_EXIT = 3
+LENDING_GRACE_S = 20.0
+"""How long a resources server cleans up at most once its supervisor is gone; the next one ends what is left."""
 
 _orphaned = threading.Event()
 

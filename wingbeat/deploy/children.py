@@ -24,9 +24,13 @@ from wingbeat.core.lifeline import LIFELINE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-MAX_DEATHS = 6
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Pauses after the first death within :data:`DEATHS_WINDOW_S`, the second, and so on."""
+MAX_DEATHS = len(BACKOFF_S) + 1
 DEATHS_WINDOW_S = 120.0
+MAX_SLOW_DEATHS = 20
+SLOW_WINDOW_S = 3600.0
+"""What takes minutes to begin and then dies (a model that does not fit, say) never dies often within two of them."""
 STOP_S = 10.0
 SETUP_ERROR_EXIT = 2
 ERROR_PREFIX = "error: "
@@ -61,24 +65,47 @@ class ChildSpec:
 
 
 class Deaths:
-    """Of what is kept running: how long to wait before it begins again, and when that is of no use any more."""
+    """Of what is kept running: how long to wait before it begins again, and when that is of no use any more.
+
+    One rule for all places: six deaths within two minutes are too many, and so are twenty within an hour, without those
+    by a signal: somebody who kills a process now and then finds it there again.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._own_times: deque[float] = deque(maxlen=MAX_SLOW_DEATHS)
 
-    def count(self) -> None:
+    def count(self, *, by_signal: bool = False) -> None:
         """It died now."""
-        self._times.append(self._clock())
+        now = self._clock()
+        self._times.append(now)
+        if not by_signal:
+            self._own_times.append(now)
 
     @property
     def are_too_many(self) -> bool:
-        return len(self._times) == MAX_DEATHS and self._times[-1] - self._times[0] < DEATHS_WINDOW_S
+        return self._recent >= MAX_DEATHS or _within(self._own_times, SLOW_WINDOW_S) >= MAX_SLOW_DEATHS
 
     @property
     def pause_s(self) -> float:
-        """After the last one."""
-        return BACKOFF_S[len(self._times) - 1]
+        """After the last one, which were not too many; one that comes after a long life is the first again."""
+        return BACKOFF_S[self._recent - 1]
+
+    def words(self) -> str:
+        """How often it died, for people, where that is too often."""
+        if self._recent >= MAX_DEATHS:
+            return f"{self._recent} times within {DEATHS_WINDOW_S:.0f} s"
+        return f"{len(self._own_times)} times within {SLOW_WINDOW_S / 60:.0f} minutes"
+
+    @property
+    def _recent(self) -> int:
+        return _within(self._times, DEATHS_WINDOW_S)
+
+
+def _within(times: Sequence[float], window_s: float) -> int:
+    """How many of them are at most so much older than the last one."""
+    return sum(times[-1] - time_s < window_s for time_s in times)
 
 
 class Child:
@@ -130,7 +157,7 @@ class Child:
                 return
             if self._stopping.is_set() or code == 0:  # it was told to end, by us or by control
                 break
-            self._deaths.count()
+            self._deaths.count(by_signal=code < 0)
             if code == SETUP_ERROR_EXIT or self._deaths.are_too_many:
                 self.error = self._last_words(code)
                 self._become(ChildState.FAILED)
@@ -166,7 +193,8 @@ class Child:
         words = tail(self.spec.log)
         if code == SETUP_ERROR_EXIT and words.startswith(ERROR_PREFIX):
             return words.removeprefix(ERROR_PREFIX)
-        return f"{self.spec.name} ended with exit code {code}: {words}"
+        often = f", for the last of {self._deaths.words()}" if self._deaths.are_too_many else ""
+        return f"{self.spec.name} ended with exit code {code}{often}: {words}"
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after ``stop_s``."""

@@ -27,6 +27,8 @@ class Needs:
     """Processes that compute together."""
     insists: bool = False
     """Its configuration names the kind of accelerator: it cannot run without."""
+    grace_s: float = 0.0
+    """Once its supervisor is gone, it may go on for so long with what its successor there would need (a port)."""
 
 
 def needs_of(device: str, *, threads: int, ranks: int) -> Needs:

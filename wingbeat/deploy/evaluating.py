@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from wingbeat.core.errors import NoEngine, NotFoundError, SetupError, WingbeatEr
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 from wingbeat.core.types import Split
 from wingbeat.deploy.checks import check_agents, check_sources
-from wingbeat.deploy.children import tail
+from wingbeat.deploy.children import ChildSpec, tail
 from wingbeat.deploy.local import OnNote, Supervisor, make_run_dir, stop_event
 from wingbeat.deploy.paths import absolute_paths
 from wingbeat.deploy.tasks import Tasks, load_tasks, put_tasks
@@ -60,13 +60,19 @@ class EvaluationPlan:
 class EvaluationOutcome:
     """What came of it."""
 
-    reply: EvaluationReply
+    reply: EvaluationReply | None
+    """None: it was interrupted."""
     run_dir: Path | None
     """Of the own server, where it was kept."""
+    shown: str
+    """How far it came, in words."""
 
 
 def run_evaluation(plan: EvaluationPlan) -> EvaluationOutcome:
-    """To the end.  Raises SetupError where something must be fixed first, and after Ctrl-C."""
+    """To the end, or to the first SIGINT or SIGTERM; then all that was started has ended.
+
+    Raises SetupError where something must be fixed first.
+    """
     return asyncio.run(_on_server(plan) if plan.server is not None else _on_own(plan))
 
 
@@ -78,21 +84,27 @@ async def _on_own(plan: EvaluationPlan) -> EvaluationOutcome:
     check_agents(plan.config, plan.config_dir)
     tasks = held_out(load_tasks(plan.config, plan.config_dir))
     config = absolute_paths(plan.config, plan.config_dir)
+    progress = Progress(plan.on_progress)
     stop = stop_event()
     with _run_dir(config, keep=plan.keep) as run_dir:
-        async with Supervisor(
-            config, run_dir=run_dir, config_dir=plan.config_dir, sources=[], on_note=plan.on_note
-        ) as supervisor:
-            specs = agent_specs(config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=run_dir)
-            async with supervisor.swarm() as swarm, kept_running(specs) as clients:
-                await put_tasks(swarm, tasks)
-                plan.on_note("evaluating")
-                progress = Progress(plan.on_progress)
-                faults = supervisor.wait_failed(), agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
-                scoring = _evaluated(swarm, replace(plan, on_progress=progress))
-                reply = await _unless_broken(scoring, stop, *faults)
-                check_finished(reply, specs[0].log)
-    return EvaluationOutcome(reply, run_dir if plan.keep else None)
+        scoring = _scored_on_own(replace(plan, config=config, on_progress=progress), tasks, run_dir, progress)
+        reply = await _unless_stopped(scoring, stop)
+        kept = run_dir if plan.keep and run_dir.exists() else None  # stopped before it ran, it leaves none
+    return EvaluationOutcome(reply, kept, progress.shown)
+
+
+async def _scored_on_own(plan: EvaluationPlan, tasks: Tasks, run_dir: Path, progress: Progress) -> EvaluationReply:
+    async with Supervisor(
+        plan.config, run_dir=run_dir, config_dir=plan.config_dir, sources=[], on_note=plan.on_note
+    ) as supervisor:
+        specs = agent_specs(plan.config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=run_dir)
+        async with supervisor.swarm() as swarm, kept_running(specs) as clients:
+            await put_tasks(swarm, tasks)
+            plan.on_note("evaluating")
+            faults = supervisor.wait_failed(), agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
+            reply = await _unless_broken(_evaluated(swarm, plan), *faults)
+            check_finished(reply, specs[0].log)
+            return reply
 
 
 @contextlib.contextmanager
@@ -115,19 +127,26 @@ async def _on_server(plan: EvaluationPlan) -> EvaluationOutcome:
     check_agents(plan.config, plan.config_dir)
     tasks = held_out(load_tasks(plan.config, plan.config_dir))
     config = absolute_paths(plan.config, plan.config_dir)
+    progress = Progress(plan.on_progress)
     stop = stop_event()
     with tempfile.TemporaryDirectory(prefix="wingbeat-eval-") as folder:
         logs = Path(folder) / "logs"
         logs.mkdir()
         specs = agent_specs(config, url=plan.server, key=plan.key or "", run_dir=Path(folder))
         specs = [replace(spec, command=[*spec.command, "--split", Split.EVAL.value]) for spec in specs]
-        async with AsyncSwarm(plan.server, plan.key, retry_budget_s=10.0) as swarm, kept_running(specs) as clients:
-            progress = Progress(plan.on_progress)
-            scoring = _evaluated_there(swarm, replace(plan, on_progress=progress), tasks)
-            faults = agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
-            reply = await _unless_broken(scoring, stop, *faults)
-            check_finished(reply, specs[0].log)
-    return EvaluationOutcome(reply, None)
+        scoring = _scored_there(replace(plan, on_progress=progress), plan.server, tasks, specs, progress)
+        reply = await _unless_stopped(scoring, stop)
+    return EvaluationOutcome(reply, None, progress.shown)
+
+
+async def _scored_there(
+    plan: EvaluationPlan, server: str, tasks: Tasks, specs: Sequence[ChildSpec], progress: Progress
+) -> EvaluationReply:
+    async with AsyncSwarm(server, plan.key, retry_budget_s=10.0) as swarm, kept_running(specs) as clients:
+        faults = agents_failed(clients), tell_stalls(swarm, progress, specs[0].log)
+        reply = await _unless_broken(_evaluated_there(swarm, plan, tasks), *faults)
+        check_finished(reply, specs[0].log)
+        return reply
 
 
 async def _evaluated_there(swarm: AsyncSwarm, plan: EvaluationPlan, tasks: Tasks) -> EvaluationReply:
@@ -209,23 +228,31 @@ async def _evaluated(swarm: AsyncSwarm, plan: EvaluationPlan) -> EvaluationReply
         await asyncio.sleep(POLL_S)
 
 
-async def _unless_broken(
-    work: Coroutine[Any, Any, T], stop: asyncio.Event, *faults: Coroutine[Any, Any, SetupError]
-) -> T:
-    """The result of ``work``; raises where a signal or a fault comes first."""
-    working = asyncio.create_task(work)
-    stopping = asyncio.create_task(stop.wait())
-    watching = [asyncio.create_task(fault) for fault in faults]
-    tasks: list[asyncio.Task[Any]] = [working, stopping, *watching]
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The result of ``work``; None where a signal comes first, once it has ended what it had started."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set() and not (working.done() and working.exception() is None):
+            return None  # also where the same signal killed a helper process, which is no fault
+        return working.result()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+async def _unless_broken(work: Coroutine[Any, Any, T], *faults: Coroutine[Any, Any, SetupError]) -> T:
+    """The result of ``work``; raises a fault that comes first."""
+    working = asyncio.create_task(work)
+    watching = [asyncio.create_task(fault) for fault in faults]
+    try:
+        await asyncio.wait({working, *watching}, return_when=asyncio.FIRST_COMPLETED)
         for task in watching:
             if task.done():
                 raise task.result()
-        if not working.done():
-            raise SetupError("the evaluation was interrupted")
         return working.result()
     finally:
-        for task in tasks:
+        for task in (working, *watching):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(working, *watching, return_exceptions=True)

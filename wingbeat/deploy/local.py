@@ -28,13 +28,13 @@ from wingbeat.core.config.server import is_loopback
 from wingbeat.core.deployment import Requests
 from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
+from wingbeat.deploy.builtin_models import place_builtin
 from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
 from wingbeat.deploy.children import run_to_end, tail
 from wingbeat.deploy.paths import absolute_paths
 from wingbeat.deploy.processes import CONTROL, Place, Processes, ThisMachine
 from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
-from wingbeat.environments.tiny_recipes import builder_of
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
 
@@ -245,7 +245,9 @@ class Supervisor:
 
     async def _prepare(self, source: str) -> Path:
         if source.startswith(BUILTIN):
-            return await self._build(source.removeprefix(BUILTIN))
+            name = source.removeprefix(BUILTIN)
+            folder = self.run_dir / "models" / name
+            return await place_builtin(name, seed=self.config.run.seed, folder=folder, on_note=self._on_note)
         local = self._config_dir / source
         if local.is_dir():
             return checked_folder(local.absolute())
@@ -256,18 +258,6 @@ class Supervisor:
             [sys.executable, "-m", "wingbeat.trainer.models", source], what=f"preparing the model {source!r}"
         )
         return Path(json.loads(out.splitlines()[-1])["path"])
-
-    async def _build(self, name: str) -> Path:
-        """A small model made in place."""
-        builder = builder_of(name)
-        folder = self.run_dir / "models" / name
-        if not (folder / "config.json").exists():
-            self._on_note("making the built-in model (up to a minute, once for each run)")
-            command = [sys.executable, "-m", *builder]
-            await run_to_end(
-                [*command, "--out", str(folder), "--seed", str(self.config.run.seed)], what="building the model"
-            )
-        return folder
 
     # --- processes ----------------------------------------------------------------------------
 
@@ -299,8 +289,8 @@ class Supervisor:
             if self._processes.failed.is_set():
                 raise self.failure()
             if time.monotonic() > deadline:
-                log = self.run_dir / "logs" / "control.log"
-                raise SetupError(f"control did not start within {START_S:.0f} s: {tail(log)}")
+                why = self._processes.all[CONTROL].error or tail(self.run_dir / "logs" / "control.log")
+                raise SetupError(f"control did not start within {START_S:.0f} s: {why}")
             await asyncio.sleep(0.02)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from wingbeat.core.config import Config, dump_value
 from wingbeat.core.config.lora_groups import trainer_processes
 from wingbeat.core.errors import SetupError, UnavailableError
 from wingbeat.core.files import write_atomically
+from wingbeat.core.lifeline import LENDING_GRACE_S
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 from wingbeat.deploy.devices import VARIABLE, Needs, assign_devices, needs_of, usable_cores, visible_devices
 from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
@@ -145,8 +147,15 @@ class Processes:
         command = [sys.executable, "-m", "wingbeat.cli", "resources", *lending_arguments(self._config, index=index)]
         keys = key_file_path(self._config.server.keys_file, runs=self._run_dir.parent)
         command += ["--key-file", str(keys.absolute()), "--server", self._url]
-        needs = Needs(threads=max(1, math.ceil(resources.cpus or 1)), devices=resources.gpus or 0)
-        spec = self._spec(name, command, self._keys.of_resources)
+        gpus = resources.gpus or 0
+        needs = Needs(
+            threads=max(1, math.ceil(resources.cpus or 1)),
+            devices=gpus,
+            insists=gpus > 0,
+            grace_s=LENDING_GRACE_S if resources.port else 0.0,
+        )
+        lent = {key: os.environ[key] for key in resources.key_variables if key in os.environ}
+        spec = self._spec(name, command, {**lent, **self._keys.of_resources})
         self._run(group, self._place.worker(spec, needs, on_change=self._on_change))
 
     def scale_engines(self, group: asyncio.TaskGroup, wanted: int) -> list[asyncio.Task[None]]:

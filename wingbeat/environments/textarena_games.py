@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import importlib.util
 import io
 import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -62,6 +64,8 @@ _MAX_MOVE_CHARS = 8000
 """Of the end of a reply, which is what the game is told."""
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError)
 """What games raise where they are not made for what they got."""
+_WORD_LISTS = re.compile(r"\b(nltk|EnglishDictionary)\b")
+"""In the module of a game that wants what is not in the library's package; the latter is its reader of NLTK's lists."""
 _STATE = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -95,6 +99,7 @@ class TextArenaEnvironment:
         self._options = read_options(TextArenaOptions, options or {}, environment=self.name)
         self._library = _library()
         self._check_known()
+        self._check_offline()
         self.num_players = self._probe()
         self._function = self._opponent_function() if self.num_players == 2 else None
         self._tasks = self._make_tasks()
@@ -164,10 +169,22 @@ class TextArenaEnvironment:
     # --- what is refused --------------------------------------------------------------------
 
     def _check_known(self) -> None:
-        registry: Any = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+        registry = _registry()
         if f"{self._id}-raw" not in registry:
             known = ", ".join(sorted(name.removesuffix("-raw") for name in registry if name.endswith("-v0-raw")))
             raise ConfigError(f"expected a game of textarena, got {self._id or 'no name'}; there are: {known}")
+
+    def _check_offline(self) -> None:
+        """Its module is read before it is imported, which would be the download."""
+        entry = str(_registry()[f"{self._id}-raw"].entry_point)
+        spec = importlib.util.find_spec(entry.partition(":")[0])
+        if spec is None or spec.origin is None:
+            return  # what cannot be imported, the probe tells
+        if _WORD_LISTS.search(Path(spec.origin).read_text("utf-8")):
+            raise ConfigError(
+                f"{self.name} cannot be used: it needs word lists of NLTK, a download that it tries whenever it is"
+                " imported, which here nothing does"
+            )
 
     def _probe(self) -> int:
         """How many players the game wants; refuses one that cannot be made here, or differs from time to time."""
@@ -177,8 +194,6 @@ class TextArenaEnvironment:
                 first, second = (Match(self._library, self._id, self._options.game, 1, 0, count) for _ in range(2))
                 news = first.news()
             except (*_FAULTS, OSError, ImportError, SyntaxError) as error:
-                if "nltk.download" in str(error):
-                    raise ConfigError(f"{self.name} cannot be used: it needs word lists of NLTK, a download") from error
                 faults.append(f"{count} players: {' '.join(str(error).split())[:200] or type(error).__name__}")
                 continue
             if news != second.news():
@@ -359,6 +374,11 @@ class Match:
             self._global = before
         state = trial.state
         return int(state.error_count) <= errors and not state.game_info[player].get("invalid_move", False)
+
+
+def _registry() -> Mapping[str, Any]:
+    """The library's games by id."""
+    return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
 
 
 def _library() -> Any:

@@ -111,7 +111,7 @@ class VerifiersEnvironment:
         python = self._options.python or sys.executable
         found = shutil.which(str(Path(python).expanduser()))
         if found is None:
-            raise ConfigError(f"`tasks.options.python` of {self.name}: no program {python}; make the environment first")
+            raise ConfigError(f"`tasks.options.python` of {self.name}: no interpreter {python}: make its venv first")
         return str(Path(found).absolute()), HOST
 
     def _make_tasks(self, rows: Mapping[str, list[dict[str, Any]]]) -> dict[Split, tuple[Task, ...]]:

@@ -325,6 +325,22 @@ def test_init_of_an_environment_writes_what_trains_on_it(cli: CliRunner, tmp_pat
     assert "did you mean calculator?" in refused.stderr
 
 
+def test_init_takes_options_of_the_environment(cli: CliRunner, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    lake, games = tmp_path / "lake", ["--environment", "game", "--options", "max_heap=4"]
+    done = cli.invoke(app, ["init", str(lake), *games, "--options", "illegal=ask_again"])
+    assert done.exit_code == 0, done.output
+    options = load_config(lake / "config.toml").tasks.options
+    assert options == {"num_heaps": 2, "max_heap": 4, "illegal": "ask_again"}, "over those of the preset"
+    named = """--environment game --options max_heap=4 --options 'illegal="ask_again"'"""
+    assert named in (lake / "README.md").read_text()
+    wrong = cli.invoke(app, ["init", str(tmp_path / "x"), "--environment", "game", "--options", "max_heep=1"])
+    assert "tasks.options.max_heep" in wrong.stderr
+    alone = cli.invoke(app, ["init", str(tmp_path / "x"), "--options", "max_heap=4"])
+    assert (alone.exit_code, (tmp_path / "x").exists()) == (2, False)
+    assert "--options are of an --environment" in alone.stderr
+
+
 def test_init_of_an_environment_of_ones_own_names_its_file_as_the_new_folder_sees_it(
     cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,10 +349,11 @@ def test_init_of_an_environment_of_ones_own_names_its_file_as_the_new_folder_see
         "from wingbeat.environments import CalculatorEnvironment\n\n\nclass Sums(CalculatorEnvironment):\n    pass\n"
     )
     monkeypatch.chdir(tmp_path)
-    done = cli.invoke(app, ["init", "runs/sums", "--environment", "own_sums.py:Sums"])
-    assert done.exit_code == 0, done.output
-    assert load_config(Path("runs/sums/config.toml")).tasks.environment == "../../own_sums.py:Sums"
-    assert cli.invoke(app, ["train", "runs/sums/config.toml", "--dry-run"]).exit_code == 0
+    for folder, seen in ("runs/sums", "../../own_sums.py:Sums"), ("own_sums", "../own_sums.py:Sums"):
+        done = cli.invoke(app, ["init", folder, "--environment", "own_sums.py:Sums"])
+        assert done.exit_code == 0, done.output
+        assert load_config(Path(folder) / "config.toml").tasks.environment == seen
+        assert cli.invoke(app, ["train", f"{folder}/config.toml", "--dry-run"]).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -375,6 +392,14 @@ def test_environments_and_their_options_are_refused_before_anything_starts(
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_trained_tiny_model_asks_for_the_preset_that_it_was_trained_with(cli: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 128}')
+    done = cli.invoke(app, ["eval", "--environment", "calculator", "--model", str(tmp_path)])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    for text in ("only 128 positions", "add --preset", "--policies.solver.context_tokens=128 or less"):
+        assert text in done.stderr
 
 
 def test_only_a_tiny_model_is_evaluated_with_the_options_of_the_preset() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat.client import RolloutPlan, RunnerOptions, fleet, processes, run_rollouts
+from wingbeat.client import RolloutPlan, RunnerOptions, fleet, processes, run_rollouts, silence
 from wingbeat.client.runner import HOPELESS_FAILURES
 from wingbeat.client.worker_process import WorkerProcess
 from wingbeat.core.errors import SetupError, WingbeatError
@@ -189,6 +191,52 @@ def test_an_agent_that_swallows_its_cancellation_keeps_no_process_alive(
 
     assert processes.run_async(main()) == 1
     assert "were cancelled: 1;" in caplog.text
+
+
+SPINNER = """
+import wingbeat
+
+@wingbeat.agent
+async def solve(episode):
+    while episode.task.id == "lease-0":
+        pass
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_loop_stands_still_is_killed_and_replaced(
+    server: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(silence, "LEAVING_S", 2.0)
+    (tmp_path / "agent.py").write_text(SPINNER)
+    server.add_leases(4)
+    server.stop_when_empty = False
+    options = RunnerOptions(episode_timeout_s=0.5, max_episodes=6)
+    plan = RolloutPlan(str(tmp_path / "agent.py"), server.url, processes=2, concurrency=1, options=options)
+
+    def more_work() -> None:
+        server.wait_for(lambda: bool(server.in_state("aborted")), 60)
+        server.add_leases(2)
+
+    helper = threading.Thread(target=more_work)
+    helper.start()
+    with caplog.at_level(logging.INFO, "wingbeat.client"):
+        stats = run_rollouts(plan)
+    helper.join()
+    (spun,) = server.in_state("aborted")
+    assert (spun.abort["outcome"], spun.abort["cause"]) == ("timeout", "agent_deadline")
+    assert (stats.num_finished, stats.num_timed_out) == (5, 1), "the killed one counts among the six"
+    (told,) = [record.getMessage() for record in caplog.records if "stood still" in record.getMessage()]
+    episode_id = next(name for name, record in server.records.items() if record is spun)
+    assert f"Episodes that end as timeout: {episode_id}" in told and "episode_timeout_s = 0.5" in told
+    assert spun.abort["message"] == told
+    assert not [record for record in caplog.records if "crashed" in record.getMessage()]
+    assert "in solve" in capfd.readouterr().err, "where it hangs"
 
 
 def until(condition: Callable[[], Any], what: str) -> None:

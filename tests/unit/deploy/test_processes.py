@@ -15,6 +15,7 @@ from wingbeat.core.config.lending import load_lending
 from wingbeat.core.deployment import NAME, Requests, Wanted, read_wanted, write_wanted
 from wingbeat.core.errors import SetupError
 from wingbeat.core.keys import WORKER_KEY_VARIABLE
+from wingbeat.core.lifeline import LENDING_GRACE_S
 from wingbeat.deploy.children import ChildSpec, ChildState
 from wingbeat.deploy.devices import VARIABLE, Needs
 from wingbeat.deploy.processes import CONTROL, DRAIN_S, Drain, Kept, OnChange, Processes, ThisMachine
@@ -111,12 +112,23 @@ async def test_a_trainer_for_what_trains_and_as_many_engines_as_are_wanted_now(t
     assert len([noted for noted in place.made if noted.spec.name == "engine-1"]) == 1
 
 
-async def test_resources_servers_run_beside_and_are_told_all_but_keys(tmp_path: Path) -> None:
+async def test_resources_servers_run_beside_and_are_told_all_but_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "of a judge")
     place, secret = Notes(), "a secret that nobody reads"
     data = {
         "policies": {"solver": {"model": "m", "trainable": False}},
         "server": {"admin_key": secret, "keys_file": str(tmp_path / "keys.json")},
-        "resources": {"count": 2, "port": 9000, "kinds": ["endpoint"], "cpus": 1.5, "cost": {"judge.a": 3}},
+        "resources": {
+            "count": 2,
+            "port": 9000,
+            "kinds": ["endpoint"],
+            "cpus": 1.5,
+            "cost": {"judge.a": 3},
+            "urls": ["https://judge.example/v1"],
+            "key_variables": {"JUDGE_KEY": ["https://judge.example/v1"]},
+        },
     }
     config = Config.model_validate(data)
     keys = RunKeys.new()
@@ -126,7 +138,8 @@ async def test_resources_servers_run_beside_and_are_told_all_but_keys(tmp_path: 
         assert list(processes.all) == ["resources-0", "resources-1"]
         await processes.stop()
     for index, made in enumerate(place.made):
-        assert made.needs == Needs(threads=2, devices=0)
+        assert made.needs == Needs(threads=2, devices=0, grace_s=LENDING_GRACE_S), "it has a port of its own"
+        assert made.spec.environment["JUDGE_KEY"] == "of a judge", "another machine has it in no environment"
         assert secret not in str(made.spec)
         assert made.spec.environment[WORKER_KEY_VARIABLE] == keys.worker
         assert keys.admin not in str(made.spec.environment)
@@ -135,6 +148,19 @@ async def test_resources_servers_run_beside_and_are_told_all_but_keys(tmp_path: 
         told = load_lending(None, settings)
         assert told.resources == config.resources.model_copy(update={"count": 0, "port": 9000 + index})
         assert told.server == config.server.without_keys()
+
+
+async def test_a_resources_server_that_lends_devices_cannot_do_without_them(tmp_path: Path) -> None:
+    place = Notes()
+    data = {
+        "policies": {"solver": {"model": "m", "trainable": False}},
+        "resources": {"count": 1, "port": 0, "gpus": 2},
+    }
+    processes = Processes(Config.model_validate(data), run_dir=tmp_path, keys=RunKeys.new(), place=place, drain=unknown)
+    async with asyncio.TaskGroup() as group:
+        processes.start_workers(group, "http://here", engines=0)
+        await processes.stop()
+    assert [made.needs for made in place.made] == [Needs(threads=1, devices=2, insists=True)]
 
 
 async def test_what_is_kept_on_the_cpu_needs_no_device(tmp_path: Path) -> None:

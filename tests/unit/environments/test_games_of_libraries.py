@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_half_of_the_games_are_begun_by_the_other_player() -> None:
     ("game", "options", "says"),
     [
         ("Wordle-v0", {}, "word lists of NLTK, a download"),
+        ("SpellingBee-v0", {}, "word lists of NLTK, a download"),
         ("Tetris-v0", {}, "expected a game of textarena, got Tetris-v0"),
         ("TowerOfHanoi-v0", SMALL, "different games, got 1"),
         ("Breakthrough-v0", SMALL, "knows no move of this game"),
@@ -185,3 +187,9 @@ def test_half_of_the_games_are_begun_by_the_other_player() -> None:
 def test_games_that_cannot_be_used_are_refused(game: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_environment(f"textarena:{game}", options)
+
+
+def test_a_game_that_would_download_is_refused_before_it_is_imported() -> None:
+    with pytest.raises(ConfigError, match="Hangman-v0 cannot be used"):
+        make_environment("textarena:Hangman-v0", {})
+    assert "textarena.envs.Hangman.env" not in sys.modules

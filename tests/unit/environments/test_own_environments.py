@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,24 @@ PUBLIC = {"wingbeat", "wingbeat.environments", "wingbeat.resources", "wingbeat.t
 ROOT = Path(wingbeat.environments.__file__).parent
 
 
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that a file imports; the name is "" where it is the module itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: a relative import leads out of its package unseen"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
 @pytest.mark.parametrize("package", ["code_repair", "retrieval", "game"])
 def test_it_imports_public_names_only(package: str) -> None:
-    own = f"wingbeat.environments.{package}"
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                is_ours = name.partition(".")[0] == "wingbeat"
-                assert not is_ours or name in PUBLIC or f"{name}.".startswith(f"{own}."), f"{path.name}: {name}"
+    own = f"wingbeat.environments.{package}."
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        for module, name in imported(path):
+            if module.partition(".")[0] != "wingbeat" or f"{module}.".startswith(own):
+                continue
+            assert module in PUBLIC, f"{path.name}: {module}"
+            assert name in importlib.import_module(module).__all__, f"{path.name}: {module} does not offer {name!r}"

@@ -1,13 +1,11 @@
 """The verifiers adapter: a process of another interpreter, what it says, and what becomes of its faults.
 
-The unit part runs it with a stand-in for the library, of which the adapter needs few names; the real one is tested
-where WINGBEAT_VERIFIERS_PYTHON names an interpreter that has it.
+A stand-in for the library, of which the adapter needs few names; ``tests/verifiers`` has the real one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -21,7 +19,6 @@ from wingbeat.environments import make_environment
 from wingbeat.resources import ResourceFailed, Resources
 
 pytest.importorskip("openai")
-PYTHON = os.environ.get("WINGBEAT_VERIFIERS_PYTHON")
 
 STAND_IN = """
 import os
@@ -116,7 +113,7 @@ async def test_episodes_run_in_one_process_and_its_faults_are_no_rewards(folder:
 def test_what_does_not_load_is_refused_with_its_last_words(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="could not import nothing"):
         make_environment("verifiers:nothing", options_of(folder))
-    with pytest.raises(ConfigError, match="no program /nowhere/python"):
+    with pytest.raises(ConfigError, match="no interpreter /nowhere/python"):
         make_environment("verifiers:rows", {"python": "/nowhere/python"})
     with pytest.raises(ConfigError, match="got verifiers alone"):
         make_environment("verifiers")
@@ -126,56 +123,3 @@ def test_what_does_not_load_is_refused_with_its_last_words(folder: Path, tmp_pat
     (folder / "verifiers" / "__init__.py").write_text("__version__ = '0.4.0'\n")
     with pytest.raises(ConfigError, match=r"verifiers 0\.4\.0 has no load_environment"):
         make_environment("verifiers:rows", options_of(folder, arguments={"with_eval": True}))
-
-
-REAL = """
-import verifiers as vf
-from datasets import Dataset
-
-
-def load_environment(held_out=1):
-    rows = [{"question": f"Say {word}.", "answer": word} for word in ("apple", "bread", "chair")]
-
-    def right(completion, answer, **kwargs):
-        return float(completion[-1]["content"] == answer)
-
-    train, held_out_rows = Dataset.from_list(rows[held_out:]), Dataset.from_list(rows[:held_out])
-    return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out_rows, rubric=vf.Rubric([right]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="WINGBEAT_VERIFIERS_PYTHON names no interpreter with verifiers")
-async def test_the_real_library_runs_its_own_loop_and_rubric(tmp_path: Path) -> None:
-    from aiohttp import web
-
-    (tmp_path / "say_it.py").write_text(REAL)
-    made: Any = make_environment("verifiers:say_it", {"python": PYTHON, "folder": str(tmp_path)})
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append((await request.json())["messages"])
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "apple"}}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        reply = {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "m",
-            "choices": [choice],
-            "usage": usage,
-        }
-        return web.json_response(reply)
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with Resources() as pool:
-        episodes = [Episode(task, pool) for task in (*made.tasks("eval"), *made.tasks("train"))]
-        for episode in episodes:
-            episode.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        assert await asyncio.gather(*(made.play(episode) for episode in episodes)) == [1.0, 0.0, 0.0]
-    assert [{"role": "user", "content": "Say apple."}] in asked
-    await runner.cleanup()

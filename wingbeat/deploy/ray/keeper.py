@@ -1,7 +1,7 @@
 """The actor on a node that keeps one process running there.
 
-Ray starts the actor again (on another node, where its own is gone) with the arguments it was made with, and the process
-with it: whatever died, the same process comes back.  The process ends with its actor (:mod:`wingbeat.core.lifeline`).
+It starts the process again as a supervisor of this machine would.  Where it dies itself, or its node does, the driver
+makes another one with the same order.  The process ends with its actor (:mod:`wingbeat.core.lifeline`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import ray
 
 from wingbeat.deploy.children import Child, ChildSpec, ChildState
 
@@ -36,6 +38,14 @@ class Report:
     state: ChildState
     error: str
     pid: int | None
+    restarts: int = 0
+    """Of this keeper."""
+    node: str = ""
+    """Its id, for Ray."""
+    address: str = ""
+    """Of the node."""
+    log: Path = Path()
+    """On the node."""
 
 
 class Keeper:
@@ -50,13 +60,23 @@ class Keeper:
         """Start the process if need be, and say how it is."""
         if self._child is None:
             order = self._order
-            spec = ChildSpec(order.name, [sys.executable, *order.arguments], order.environment, log_file(order.log))
+            own = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}  # a resources server may lend of the cluster
+            command = [sys.executable, *order.arguments]
+            spec = ChildSpec(order.name, command, {**own, **order.environment}, log_file(order.log))
             self._child = Child(spec, on_change=lambda child: None)
             self._task = asyncio.create_task(self._child.run(), name=order.name)
         if self._task is not None and self._task.done():
             self._task.result()  # raises if it ended by a fault of ours
         child = self._child
-        return Report(child.state, child.error, child.pid)
+        return Report(
+            child.state,
+            child.error,
+            child.pid,
+            restarts=child.restarts,
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            log=child.spec.log,
+        )
 
     async def stop(self) -> None:
         """End the process in peace; returns once it has ended."""
