@@ -126,8 +126,14 @@ def fitting_requests(shape: Shape, *, wanted: int) -> int:
     """How many requests the engine's KV may hold on this device."""
     if accelerator().type == "cpu":
         return wanted
-    free, _ = torch.accelerator.get_memory_info()
+    free, _ = memory_info()
     return max(1, min(wanted, int(KV_SHARE * free) // (shape.kv_bytes * ROW_TOKENS)))
+
+
+def memory_info() -> tuple[int, int]:
+    """Bytes of the device that are free, and all."""
+    module: Any = torch.get_device_module(accelerator())
+    return module.mem_get_info() if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info()
 
 
 def peak_tflops(name: str) -> float | None:

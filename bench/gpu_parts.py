@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from bench.gpu_models import (
     CONTEXT_TOKENS,
@@ -31,6 +33,7 @@ from bench.gpu_models import (
     device_name,
     fitting_requests,
     make_batch,
+    memory_info,
     mfu,
     random_ids,
 )
@@ -40,6 +43,7 @@ from wingbeat.core.ports import GenerateRequest
 from wingbeat.core.samples import TrainingBatch
 from wingbeat.core.types import SamplingParams
 from wingbeat.engines.embedded import EmbeddedEngine, EngineOptions
+from wingbeat.trainer.memory import free_garbage
 from wingbeat.trainer.single import PolicyTrainer, StepResult
 from wingbeat.weights.checksum import tensors_checksum
 from wingbeat.weights.codecs import decode_delta, encode_delta
@@ -82,7 +86,7 @@ def peak_gib(*, above: int = 0) -> float | None:
 def memory_gib() -> float | None:
     if accelerator().type == "cpu":
         return None
-    return round(torch.accelerator.get_memory_info()[1] / GIB, 1)
+    return round(memory_info()[1] / GIB, 1)
 
 
 def make_trainer(folder: Path, **settings: Any) -> PolicyTrainer:
@@ -161,16 +165,18 @@ def engine_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
     }
 
 
-def steps(trainer: PolicyTrainer, rows: Sequence[Row], *, count: int, vocabulary: int) -> tuple[float, StepResult]:
-    """Seconds of the fastest of ``count`` steps after one that is not measured, and the last result."""
+def steps(trainer: PolicyTrainer, rows: Sequence[Row], *, count: int, vocabulary: int) -> tuple[float, int, StepResult]:
+    """Seconds of the fastest of ``count`` steps after one that is not measured, what the device held between that one
+    and these, whose peak is counted, and the last result."""
 
     def step() -> StepResult:
         batch: TrainingBatch = make_batch(rows, step=trainer.step + 1, vocabulary=vocabulary)
         return trainer.train_step(batch)
 
     step()
+    held = reset_peak()
     taken, results = zip(*(timed(step) for _ in range(count)), strict=True)
-    return min(taken), results[-1]
+    return min(taken), held, results[-1]
 
 
 def trainer_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
@@ -179,9 +185,8 @@ def trainer_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
         Row(random_ids(load.row_tokens, vocabulary=shape.vocabulary, seed=index), prompt, float(index % 2), index // 8)
         for index in range(load.rows)
     ]
-    reset_peak()
     trainer = make_trainer(folder)
-    seconds, result = steps(trainer, rows, count=load.rounds, vocabulary=shape.vocabulary)
+    seconds, _, result = steps(trainer, rows, count=load.rounds, vocabulary=shape.vocabulary)
     tokens, trained = load.rows * load.row_tokens, load.rows * (load.row_tokens - prompt)
     forward = 2.0 * (tokens * shape.body_weights + trained * shape.head_weights)
     forward += load.rows * shape.attention_flops(pairs=load.row_tokens**2 / 2)
@@ -213,9 +218,9 @@ def tree_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
     moments: dict[str, dict[str, Tensor]] = {}
     for name, mode in (("tree", "on"), ("packed", "off")):
         at_once = load.group_size * len(rows[0].tokens)
+        free_garbage()  # the other trainer
         trainer = make_trainer(folder, prefix_tree=mode, micro_batch_tokens=at_once, learning_rate=0.0)
-        held = reset_peak()
-        seconds, result = steps(trainer, rows, count=load.rounds, vocabulary=shape.vocabulary)
+        seconds, held, result = steps(trainer, rows, count=load.rounds, vocabulary=shape.vocabulary)
         found[name] = {
             "step_s": round(seconds, 4),
             "peak_growth_gib": peak_gib(above=held),
@@ -249,6 +254,7 @@ def step_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
     staging, stage_times = Staging(), list[float]()
     engine = make_engine(copy.deepcopy(trainer.model), requests=load.step_groups * load.group_size)
     found: dict[str, Any] = {}
+    base_checksum = tensors_checksum(trainer.published_tensors())
     for number in range(2):
         prompts = [
             random_ids(load.step_tokens, vocabulary=shape.vocabulary, seed=100 * number + group)
@@ -274,17 +280,18 @@ def step_part(shape: Shape, load: Load, folder: Path) -> dict[str, Any]:
             "sample_s": round(sample_s, 4),
             "train_s": round(train_s, 4),
             **{name: result.metrics[name] for name in ("max_abs_logprob_diff", "mismatch_kl")},
-            **_sync(base, trainer.published_tensors(), engine=engine, version=trainer.step),
+            **_sync(base, trainer.published_tensors(), checksum=base_checksum, engine=engine, version=trainer.step),
         }
+        base_checksum = found.pop("target_checksum")
     return found
 
 
 def _sync(
-    base: Mapping[str, Tensor], target: Mapping[str, Tensor], *, engine: EmbeddedEngine, version: int
+    base: Mapping[str, Tensor], target: Mapping[str, Tensor], *, checksum: str, engine: EmbeddedEngine, version: int
 ) -> dict[str, Any]:
-    """The way of the new weights to an engine elsewhere, without the network."""
+    """The way of the new weights to an engine elsewhere, without the network; ``checksum`` is that of ``base``."""
     checksum_s, target_checksum = timed(lambda: tensors_checksum(target))
-    checksums = {"base_checksum": tensors_checksum(base), "target_checksum": target_checksum}
+    checksums = {"base_checksum": checksum, "target_checksum": target_checksum}
     encode_s, data = timed(lambda: encode_delta(base, target, **checksums))
     decode_s, decoded = timed(lambda: decode_delta(data, base))
     swap_s, _ = timed(lambda: engine.update_weights(decoded, policy_version=version))
@@ -299,6 +306,7 @@ def _sync(
     decode_delta(part, here)  # raises unless the CPU makes the same of it
     changed = sum(int((base[name] != target[name]).sum()) for name in base)
     return {
+        "target_checksum": target_checksum,
         "density": round(changed / sum(tensor.numel() for tensor in base.values()), 6),
         "full_bytes": sum(tensor.nbytes for tensor in base.values()),
         "delta_bytes": len(data),
@@ -319,15 +327,36 @@ PARTS: dict[str, Callable[[Shape, Load, Path], dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What Wingbeat warned of meanwhile; each thing once."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (text := record.getMessage()) not in said:
+                said.append(text)
+
+    logger, listener = logging.getLogger("wingbeat"), Listener(logging.WARNING)
+    logger.addHandler(listener)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_parts", description=__doc__)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where the model is, or is built")
     arguments = parser.parse_args()
-    logging.disable_progress_bar()
+    disable_progress_bar()
     shape, load = SHAPES[arguments.shape]
-    found = PARTS[arguments.part](shape, load, arguments.folder / arguments.shape)
+    with warned() as warnings:
+        found = PARTS[arguments.part](shape, load, arguments.folder / arguments.shape)
+    if warnings:
+        found["warnings"] = warnings
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -127,6 +127,8 @@ class ScriptedEngine:
         """The base URL of the endpoint that goes past control, if there is one."""
         self.step_metrics: Callable[[TrainingBatch], dict[str, float]] = lambda batch: {}
         """What the trainer that this stands in for reports of a step."""
+        self.publish_fault: Callable[[TrainingBatch], Failed | None] = lambda batch: None
+        """What it says in place of having published a step's weights."""
         self._url = url.rstrip("/") + "/worker/v1"
         self._key = key
         self._worker_id = worker_id
@@ -262,8 +264,8 @@ class ScriptedEngine:
                 metrics = self.step_metrics(batch)
                 done = StepDone(batch.policy, batch.batch_id, batch.step, metrics, {}, 0.0, 0.0)
                 self._last_done[batch.policy] = (done, Published(batch.policy, batch.step, manifest))
-                for said in self._last_done[batch.policy]:
-                    link.send(said)
+                link.send(done)
+                link.send(self.publish_fault(batch) or self._last_done[batch.policy][1])
             case BeginLineage(policy=policy, lineage=lineage):
                 self._lineages[policy] = (lineage, self._lineages.get(policy, (0, 0))[0])
                 self._last_done.pop(policy, None)

@@ -11,6 +11,7 @@ from harness import eventually
 
 from bench.scripted_server import ScriptedServer, scripted_server
 from wingbeat import AsyncSwarm, Group, Task
+from wingbeat.core.worker_protocol import Failed
 
 SETTINGS = {"dataflow.group_size": 2, "dataflow.groups_per_step": 1, "dataflow.max_staleness": 0}
 
@@ -72,3 +73,30 @@ async def test_an_alarm_stops_training_where_the_configuration_says_so(tmp_path:
             await train_one_step(swarm, 1)
             (blocker,) = [b for b in (await swarm.status()).blockers if "stopped by the alarm tokens" in b]
             assert "trained 0 tokens" in blocker
+
+
+async def test_weights_that_reach_nobody_end_training_and_lost_checkpoints_do_not(tmp_path: Path) -> None:
+    """A scripted trainer saves nothing, which is told; its second step's weights are refused for good."""
+    settings = {**SETTINGS, "policies.solver.trainer.checkpoint_every": 1}
+    with scripted_server(tmp_path, ["11"], settings=settings) as server:
+        server.engine.publish_fault = lambda batch: (
+            Failed("solver", "publish_weights", "it answers 404", final=True) if batch.step == 2 else None
+        )
+        async with AsyncSwarm(server.url) as swarm:
+            await train_one_step(swarm, 1)
+
+            async def sounds() -> bool:
+                return any("no checkpoint could be written" in warning for warning in (await swarm.status()).warnings)
+
+            await eventually(sounds, what="the alarm", every_s=0.02)
+            await train_one_step(swarm, 2)
+
+            async def is_stopped() -> bool:
+                return any("no engine would get its weights" in b for b in (await swarm.status()).blockers)
+
+            await eventually(is_stopped, what="the end of training", every_s=0.02)
+            assert any("publish of 'solver': " in warning for warning in (await swarm.status()).warnings)
+            async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as reply:
+                text = await reply.text()
+        for alarm in ("publish", "checkpoint"):
+            assert f'wingbeat_alarm{{alarm="{alarm}",policy="solver"}} 1.0' in text

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,8 @@ def make_rig(
     made: list[Rig] = []
 
     def make(**options: object) -> Rig:
-        rig = Rig(vllm_models, python=vllm_python, folder=tmp_path_factory.mktemp("rig"), **options)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"python": vllm_python, **options}
+        rig = Rig(vllm_models, folder=tmp_path_factory.mktemp("rig"), **given)
         made.append(rig)
         return rig
 

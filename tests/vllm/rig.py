@@ -26,7 +26,7 @@ from wingbeat.workers.receiving import Prepares
 from wingbeat.workers.vllm_backend import VllmBackend
 
 HOST = "this-host"
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 CONTEXT = 1024
 
 
@@ -61,13 +61,19 @@ class Rig:
         model: str,
         names: Sequence[str] = ("solver",),
         lora: Mapping[str, Any] | None = None,
+        policy: Mapping[str, Any] | None = None,
+        vllm: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
+        """``policy`` and ``vllm`` are further keys of those tables; an empty ``python`` is left out."""
         self.source = models / model
-        settings = {"backend": "vllm", "vllm": {"python": python}, "kv_tokens": 32768, "threads": 1, **engine}
+        own = {"python": python} if python else {}
+        settings = {"backend": "vllm", "vllm": {**own, **(vllm or {})}, "kv_tokens": 32768, "threads": 1, **engine}
         config = EngineConfig.model_validate(settings)
-        policy = PolicyConfig.model_validate({"model": str(self.source), "context_tokens": CONTEXT, "lora": lora})
-        self.specs = tuple(PolicySpec(n, str(self.source), CONTEXT, policy.model_dump(mode="json")) for n in names)
+        given = {"model": str(self.source), "context_tokens": CONTEXT, "lora": lora, **(policy or {})}
+        found = PolicyConfig.model_validate(given)
+        data, context = found.model_dump(mode="json"), found.context_tokens
+        self.specs = tuple(PolicySpec(n, str(self.source), context, data) for n in names)
         self.sent: list[WorkerMessage] = []
         (folder / "logs").mkdir()
         welcome = Welcome("engine-0", 1.0, self.specs, str(folder), seed=0, engine=config.model_dump(mode="json"))

@@ -38,7 +38,7 @@ def tied(make_rig: Callable[..., Rig]) -> tuple[Rig, ModelHost]:
 
 @pytest.fixture(scope="module")
 def untied(make_rig: Callable[..., Rig]) -> tuple[Rig, ModelHost]:
-    rig = make_rig(model="untied", kv_on_update="keep")
+    rig = make_rig(model="untied", kv_on_update="keep", vllm={"pinned": "server"})
     return rig, rig.load()
 
 
@@ -171,6 +171,36 @@ def test_a_killed_server_comes_back_with_its_weights_and_its_requests(
     assert isinstance(told, Failed)
     assert told.command == "generate"
     assert rig.sent[-1] == WeightsServed("solver", version, manifest.checksum)
+
+
+def test_a_pinned_version_has_a_server_of_its_own_beside_the_live_one(untied: tuple[Rig, ModelHost]) -> None:
+    """It stays as it is while the live one goes on, and its server ends with it."""
+    rig, host = untied
+    live, kept = rig.reference(), rig.reference()
+    before = _servers()
+    version = host.policy_version + 1
+    manifest = rig.publish(perturb(kept, seed=21), version=version)
+    rig.serve(host, manifest)
+    pinned = rig.load(pinned=True)
+    assert len(_servers()) == len(before) + 1
+    rig.serve(pinned, manifest)
+    rig.serve(host, rig.publish(perturb(live, seed=22), version=version + 1))
+    for served, model, number in ((pinned, kept, version), (host, live, version + 1)):
+        asked = Replies(served)
+        asked.submit(f"r{number}", LONG)
+        (reply,) = asked.finish().values()
+        assert set(reply.versions) == {number}
+        assert gap(logits_of(model, LONG, reply), reply) < CLOSE
+    pinned.close()
+    assert _servers() == before
+    asked = Replies(host)
+    asked.submit("after", LONG)
+    assert set(asked.finish()["after"].versions) == {version + 1}
+
+
+def _servers() -> set[int]:
+    """vLLM servers of this process, by what their command lines name."""
+    return {pid for pid in children_of(os.getpid()) if b"wingbeat_vllm_launch" in _command(pid)}
 
 
 def _command(pid: int) -> bytes:

@@ -41,6 +41,8 @@ class TokenEvent:
     policy_version: int
     finish_reason: FinishReason | None = None
     error: str = ""
+    overflow: bool = False
+    """The error: logits are not finite, by these weights or by this prompt."""
     supports: tuple[bytes, ...] = ()
     """One :mod:`wingbeat.core.support` blob per token, or () where every token was drawn from the whole vocabulary."""
     lineage: int | None = None

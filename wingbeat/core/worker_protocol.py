@@ -182,6 +182,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     policy: str
     command: str
     error: str
+    final: bool = False
+    """The same will fail again, whenever it is tried."""
 
 
 WorkerMessage = (

@@ -70,7 +70,12 @@ class Ledger(AttemptWrites):
         self.check = check
         """How it was checked when it was opened."""
         super().__init__(path, CommitThread(writing, explain=lambda error: name_damage(error, path)), clock=clock)
-        self._captures.prepare()
+        try:
+            self._captures.prepare()
+        except BaseException:
+            super().close()
+            self._commits.close()  # nobody else could end its thread
+            raise
         self._lock_file = lock
 
     @classmethod

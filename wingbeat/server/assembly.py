@@ -186,6 +186,7 @@ def make_host(control: Control, name: str, model: Path) -> PolicyHost:
             encodes_deltas=control.config.weights.encoding == "auto",
             may_pass=lambda policy, version: control.barrier.may_pass(policy, version),
             starves=lambda policy, version: control.barrier.starves(policy, version),
+            alarm=lambda host, name, text: control.health.sound(host, name, text),
             rebase=control.rebase,
         ),
         running_floors=lambda policy: control.book.floors(policy),

@@ -331,6 +331,8 @@ class Control:
         for host in hosts:
             if not host.config.trainable or (host.has_trainer and host.trainer_id != register.worker_id):
                 return Refused(f"policy {host.name!r} has a trainer already or is frozen"), None
+        if refusal := self.admission.refusal_of_software(register):
+            return refusal, None
         return self._welcome(register, tuple(host.spec for host in hosts)), TrainerSession(
             hosts, register, send, is_stopping=lambda: self.stopping
         )

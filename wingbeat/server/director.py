@@ -76,14 +76,20 @@ class Director:
 
     async def _evaluate_before(self) -> None:
         """At version 0; skipped where the eval tasks come only after the first step, or never."""
-        await self._until(lambda: (self._can_evaluate() and not self._parts.dealer.missing) or self._has_trained())
-        if not self._has_trained():
+        await self._until(
+            lambda: (
+                (self._can_evaluate() and not self._parts.dealer.missing) or self._has_trained() or self._is_cut_off()
+            )
+        )
+        if self._can_evaluate() and not self._has_trained():
             for host in self._trainable:
                 self._evaluate(host, "before")
 
     async def _evaluate_after(self) -> None:
         # after a restart, a trainer has yet to tell of its weights; meanwhile the last eval source may be removed
-        await self._until(lambda: self._can_evaluate_all() or not self._parts.dealer.num_tasks(Split.EVAL))
+        await self._until(
+            lambda: self._can_evaluate_all() or self._is_cut_off() or not self._parts.dealer.num_tasks(Split.EVAL)
+        )
         for host in self._trainable if self._can_evaluate_all() else ():
             if not host.halted:
                 self._evaluate(host, "after")
@@ -138,6 +144,10 @@ class Director:
     def _can_evaluate_all(self) -> bool:
         """Every policy, at its last version."""
         return self._can_evaluate() and all(h.newest == h.version for h in self._parts.policies.values())
+
+    def _is_cut_off(self) -> bool:
+        """Whether the last weights of a policy will never be served."""
+        return any(h.trainer.is_cut_off for h in self._trainable)
 
     def _evaluate(self, host: PolicyHost, name: str) -> None:
         config = self._parts.config.eval

@@ -136,6 +136,7 @@ def status_reply(control: Control) -> StatusReply:
         warnings=[
             *control.ledger_watch.warnings,
             *control.admission.warnings(control.engines.links),
+            *_trainer_warnings(control),
             *control.health.warnings,
             *(w for h in control.policies.values() for w in h.trainer.warnings),
             *(w for h in control.policies.values() for w in h.chain.warnings),
@@ -153,6 +154,13 @@ def status_reply(control: Control) -> StatusReply:
         total_steps=control.config.run.steps,
         metrics={k: float(v) for k, v in control.summary().items()},
     )
+
+
+def _trainer_warnings(control: Control) -> list[str]:
+    """Of trainers that run another release, once each: one may train several policies."""
+    trainers = {h.trainer.worker_id: h.trainer.software for h in control.policies.values() if h.has_trainer}
+    found = (control.admission.trainer_warning(name, software) for name, software in trainers.items())
+    return [warning for warning in found if warning]
 
 
 def policy_reply(control: Control, host: PolicyHost) -> PolicyReply:

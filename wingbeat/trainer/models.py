@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from wingbeat.core.errors import DependencyMissing, ModelSourceError, SetupError
+from wingbeat.core.files import cache_folder
 from wingbeat.trainer.architectures import check_architecture
 from wingbeat.trainer.folders import checked_folder
 
@@ -75,7 +76,8 @@ def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device |
         model = _pretrained(folder, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelSourceError(
-            f"expected in {folder} a causal language model that transformers can load, got: {error}"
+            f"expected in {folder} a causal language model that transformers can load, got: {error}. Take config.json"
+            " and weights from one and the same model, or fetch it again"
         ) from error
     return LoadedModel(model=model.to(device).eval(), config=model.config, folder=folder)
 
@@ -91,12 +93,12 @@ def resolve_model(source: str | Path, *, cache: Path | None = None) -> Path:
     """
     text = str(source)
     if text.startswith(PYPI):
-        return _converted(_package_files(text.removeprefix(PYPI)), cache=cache or _default_cache())
+        return _converted(_package_files(text.removeprefix(PYPI)), cache=cache or cache_folder())
     path = Path(text).expanduser()
     if text and path.is_dir():
         return checked_folder(path)
     if path.is_file():
-        return _converted([path], cache=cache or _default_cache())
+        return _converted([path], cache=cache or cache_folder())
     if isinstance(source, str) and _HUB_NAME.fullmatch(source) and path.suffix != ".gguf":
         return checked_folder(_download(source))
     raise ModelSourceError(
@@ -196,11 +198,6 @@ def _normal(name: str) -> str:
 
 
 # --- GGUF ---------------------------------------------------------------------------------------
-
-
-def _default_cache() -> Path:
-    chosen = os.environ.get("WINGBEAT_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "wingbeat"
 
 
 def _converted(files: Sequence[Path], *, cache: Path) -> Path:

@@ -14,16 +14,28 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from wingbeat.trainer.memory import is_out_of_memory
 from wingbeat.trainer.tree_plan import TreePlan
 
 BLOCK = 128
 """Tokens a side of FlexAttention's blocks."""
 _MIN_HEAD = 16
+_MAX_KERNELS = 64
+"""There is one each for forward alone and with gradient, with and without window, for trees of one block and of more,
+and for each shape of heads and each dtype among the models of a process.  Beyond this limit, which is 8 unless it is
+set, torch would go on uncompiled and hold all scores at once."""
+
+
+class FlexUnusable(Exception):
+    """No kernel can be made here: a compiler is missing, say, or the device has too little fast memory for one."""
 
 
 @functools.cache
 def _compiled() -> Any:
     """One kernel for all tree sizes: with static shapes every new size would compile again."""
+    from torch._dynamo import config  # the compiler takes a second to load
+
+    config.recompile_limit = max(config.recompile_limit, _MAX_KERNELS)
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -45,20 +57,31 @@ class FlexAttention:
     ) -> Tensor:
         softcap, sinks = extra.get("softcap"), extra.get("s_aux")
         call: Any = _compiled() if self._compiled else flex_attention
-        output, aux = call(
+        found = call(
             *(_widened(tensor) for tensor in (query, key, value)),
             score_mod=None if softcap is None else _soft_cap(softcap),
             block_mask=self._mask(extra.get("sliding_window")),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            return_aux=AuxRequest(lse=True),
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
-        output = output[..., : value.shape[3]]
+        output = (found if sinks is None else found[0])[..., : value.shape[3]]
         if sinks is not None:
             # A sink takes exp(sink) of the weight: what is left for the tokens is the logistic of lse - sink.
-            share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+            share = torch.sigmoid(found[1].lse - sinks.to(found[1].lse.dtype)[None, :, None])
             output = output * share[..., None].to(output.dtype)
         return output.transpose(1, 2)
+
+    def try_out(self, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
+        """Attend there and back, with copies.  Raises FlexUnusable where that cannot be compiled."""
+        with torch.enable_grad():
+            copies = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+            try:
+                torch.autograd.grad(self(*copies, **call).sum(), copies)
+            except Exception as error:  # of whatever the compiler calls: nothing narrower is common to them
+                if is_out_of_memory(error):
+                    raise
+                raise FlexUnusable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
 
     def _mask(self, window: int | None) -> BlockMask:
         if window is not None and window >= self._plan.longest_path:

@@ -9,6 +9,7 @@ rows, which is slower and never wrong.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -23,8 +24,10 @@ from wingbeat.core.errors import SetupError
 from wingbeat.trainer.logprobs import LogprobModel, Targets
 from wingbeat.trainer.rows import Row
 from wingbeat.trainer.tree_attention import Attend, BlockAttention, tree_attention
-from wingbeat.trainer.tree_flex import FlexAttention
+from wingbeat.trainer.tree_flex import FlexAttention, FlexUnusable
 from wingbeat.trainer.tree_plan import Edges, TreePlan
+
+logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "mask", "nodes", "flex"]
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -39,14 +42,29 @@ class TreeScorer:
 
     ``unsupported`` says why this model cannot be driven over a tree; None where it can.
 
-    Raises SetupError where ``backend`` does not run on ``device``.
+    Raises SetupError where ``backend`` does not run on ``device``.  Where "auto" would take FlexAttention, and it
+    cannot be compiled, trees attend by matrix products; that is logged.
     """
 
     def __init__(self, scorer: LogprobModel, *, backend: Backend, device: torch.device) -> None:
         self._scorer = scorer
         self._device = device
         self._backend: Backend = _resolved(backend, device=device)
-        self.unsupported = self._probe()
+        try:
+            self.unsupported = self._probe()
+        except FlexUnusable as error:
+            if backend == "flex":
+                raise SetupError(
+                    f"prefix_tree_backend = 'flex': FlexAttention cannot be compiled here ({error}); install what it "
+                    "lacks (Triton wants a C compiler and Python's headers), or use 'auto'"
+                ) from error
+            logger.warning(
+                "FlexAttention cannot be compiled here (%s), so trees attend by matrix products, which is slower and "
+                "changes no gradient; Triton wants a C compiler and Python's headers",
+                error,
+            )
+            self._backend = "auto"
+            self.unsupported = self._probe()
 
     @property
     def backend(self) -> Backend:
@@ -117,7 +135,7 @@ class TreeScorer:
     def _agrees(self, rows: list[Row], plan: TreePlan, hidden_TH: Tensor) -> bool:
         got = gather(hidden_TH, torch.from_numpy(plan.edges.sources_E[plan.edge_N]).to(self._device))
         wanted = torch.cat([self._row_hidden(row) for row in rows])
-        return bool((got - wanted).abs().max().item() <= self._scorer.tolerance(wanted))
+        return self._scorer.agree(got, wanted)
 
     def _row_hidden(self, row: Row) -> Tensor:
         tokens_1T = torch.from_numpy(row.explaining_T.astype(np.int64))[None].to(self._device)
@@ -136,6 +154,8 @@ class _Watch:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, layer: int, scaling: float, extra: dict[str, Any]
     ) -> Tensor:
+        if not self.windows and isinstance(self._attend, FlexAttention):
+            self._attend.try_out(query, key, value, layer=layer, scaling=scaling, extra=extra)
         self.windows.append(extra.get("sliding_window"))
         self.unknown |= {k for k, v in extra.items() if k not in _HONOURED and v is not None and v is not False}
         if extra.get("is_causal") is False:

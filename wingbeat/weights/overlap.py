@@ -39,8 +39,16 @@ class Version:
     delta: bool
 
 
-Carry = Callable[[Manifest, Callable[[], bool]], bool]
-"""Brings a version's files where receivers find them, for as long as the second argument says; whether it did."""
+Carry = Callable[[Manifest, Callable[[], bool], Callable[[str], None]], bool]
+"""Brings a version's files where receivers find them, for as long as the second argument says; whether it did.
+
+The third one is told what keeps them from it.
+"""
+
+
+def stay(manifest: Manifest, is_wanted: Callable[[], bool], on_trouble: Callable[[str], None]) -> bool:
+    """A :data:`Carry` of files that lie where receivers look for them."""
+    return True
 
 
 class Staging:
@@ -76,20 +84,20 @@ class OverlappedPublisher:
         publisher: WeightPublisher,
         *,
         on_published: Callable[[Manifest, float], None],
-        on_no_room: Callable[[NoRoom], None],
+        on_trouble: Callable[[str], None],
         on_ended: Callable[[BaseException | None], None],
-        carry: Carry = lambda manifest, is_wanted: True,
+        carry: Carry = stay,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """All of these are called on the publishing thread.
 
-        ``on_published`` is also told the seconds that it took; ``on_no_room`` is called once per version, before it is
-        tried again; ``on_ended`` always, once another version may be started, with what was raised where this one is
-        not published.  ``carry`` brings the files where receivers find them.
+        ``on_published`` is also told the seconds that it took; ``on_trouble`` why a version is not published yet, while
+        it is tried again; ``on_ended`` always, once another version may be started, with what was raised where this one
+        is not published.  ``carry`` brings the files where receivers find them.
         """
         self.publisher = publisher
         self._on_published = on_published
-        self._on_no_room = on_no_room
+        self._on_trouble = on_trouble
         self._on_ended = on_ended
         self._carry = carry
         self._sleep = sleep
@@ -124,7 +132,7 @@ class OverlappedPublisher:
     def _run(self, staged: Mapping[str, Tensor], version: Version) -> None:
         started = time.perf_counter()
         manifest = self._publish(staged, version)
-        if manifest is not None and self._carry(manifest, lambda: not self._stopping):
+        if manifest is not None and self._carry(manifest, lambda: not self._stopping, self._on_trouble):
             self._on_published(manifest, time.perf_counter() - started)
 
     def _publish(self, staged: Mapping[str, Tensor], version: Version) -> Manifest | None:
@@ -143,7 +151,7 @@ class OverlappedPublisher:
                 return msgspec.structs.replace(manifest, lineage=version.lineage)
             except NoRoom as error:
                 if not is_told:
-                    self._on_no_room(error)
+                    self._on_trouble(str(error))
                 is_told = True
             self._sleep(RETRY_S)
         return None

@@ -2,17 +2,24 @@
 
 Parts of a file go one after the other; control says from which byte it lacks the file, so that one that was cut off,
 by either side's death, goes on where it was.
+
+What fails is tried again for as long as the version is wanted, and people are told once nothing has moved for a while.
+An answer that the same bytes will get again is the end of it: :class:`UploadRefused`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 
+from wingbeat.core.errors import WingbeatError
 from wingbeat.core.tls import client_context
 from wingbeat.core.weight_protocol import Manifest, WeightFile
 from wingbeat.weights.ranges import OFFSET_HEADER, SHA256_HEADER, content_range
@@ -22,45 +29,81 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 4 * 2**20
 """At first; less where ``server.max_body_bytes`` is."""
+LEAST_PART_BYTES = 256
+"""Who refuses so little as too large takes nothing."""
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STALL_S = 60.0
+TROUBLE_S = 60.0
+"""Without a byte that control takes, after which people are told."""
+FINAL_TRIES = 3
+"""Refusals in a row that are the last word: a proxy that has just started may say no once, too."""
 TOO_LARGE = 413
+LATER = (408, 425, 429)
+"""Of the answers that blame the request, those that another time may get another one."""
+
+Trouble = Callable[[str], None]
+"""Told once per file why it does not arrive."""
+
+
+class UploadRefused(WingbeatError):
+    """Control takes these weights neither now nor later: nobody on another host will receive them."""
+
+    code = "upload_refused"
 
 
 class Uploads:
     """Brings files to one control."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(
+        self, url: str, key: str, *, trouble_s: float = TROUBLE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"}
         self._part_bytes = PART_BYTES
         self._tls: ssl.SSLContext | bool = client_context() if url.startswith("https://") else True
+        self._trouble_s = trouble_s
+        self._clock = clock
 
-    def carry(self, manifest: Manifest, is_wanted: Wanted) -> bool:
-        """Bring a version's files; tries until they are there (True), or until they are not wanted (False)."""
-        return asyncio.run(while_wanted(self._bring_all(manifest), is_wanted))
+    def carry(self, manifest: Manifest, is_wanted: Wanted, on_trouble: Trouble = lambda text: None) -> bool:
+        """Bring a version's files; tries until they are there (True), or until they are not wanted (False).
 
-    async def _bring_all(self, manifest: Manifest) -> None:
+        Raises UploadRefused where control will never take them, FileNotFoundError where they are gone.
+        """
+        return asyncio.run(while_wanted(self._bring_all(manifest, on_trouble), is_wanted))
+
+    async def _bring_all(self, manifest: Manifest, on_trouble: Trouble) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=STALL_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             for file in manifest.files:
-                await self._bring(session, manifest, file)
+                patience = _Patience(f"{file.name} to {self._url}", self._trouble_s, on_trouble, clock=self._clock)
+                await self._bring(session, manifest, file, patience)
 
-    async def _bring(self, session: aiohttp.ClientSession, manifest: Manifest, file: WeightFile) -> None:
+    async def _bring(
+        self, session: aiohttp.ClientSession, manifest: Manifest, file: WeightFile, patience: _Patience
+    ) -> None:
         path = Path(manifest.path).with_name(file.name)
-        offset = failures = 0
+        offset = 0
         while True:
+            pause_s = 0.0
             try:
                 found = await self._part(session, manifest.policy, file, path, offset)
                 if found >= file.size_bytes:
                     return
-                failures = 0 if found > offset else failures + 1
+                if found > offset:
+                    patience.moved()
+                else:
+                    pause_s = patience.failed("it lacks what it was sent")
                 offset = found
+            except _TooLarge:
+                logger.info("%s takes no part of %d bytes: sending half as much", self._url, 2 * self._part_bytes)
+            except _Refusal as error:
+                pause_s = patience.refused(str(error))
+            except FileNotFoundError:
+                raise
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                logger.warning("cannot bring %s to %s: %s", file.name, self._url, error)
-                failures += 1
-            if failures:
-                await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1])
+                pause_s = patience.failed(str(error) or type(error).__name__)
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
     async def _part(
         self, session: aiohttp.ClientSession, policy: str, file: WeightFile, path: Path, offset: int
@@ -77,6 +120,67 @@ class Uploads:
         async with session.put(url, data=data, headers=headers, ssl=self._tls) as answer:
             if OFFSET_HEADER in answer.headers:
                 return int(answer.headers[OFFSET_HEADER])
-            if answer.status == TOO_LARGE:
-                self._part_bytes = max(1, len(data) // 2)
-            raise aiohttp.ClientPayloadError(f"it answers {answer.status}: {(await answer.text())[:500]}")
+            said = f"it answers {answer.status} {_words(await answer.text())}".rstrip()
+            if answer.status == TOO_LARGE and len(data) > LEAST_PART_BYTES:
+                self._part_bytes = len(data) // 2
+                raise _TooLarge
+            if 400 <= answer.status < 500 and answer.status not in LATER:
+                raise _Refusal(said)
+            raise aiohttp.ClientPayloadError(said)
+
+
+def _words(body: str) -> str:
+    """What an answer says to people: control's own message, or whatever a proxy wrote."""
+    try:
+        found = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        found = body
+    return " ".join(str(found).split())[:300]
+
+
+class _TooLarge(Exception):
+    """A smaller part may be taken."""
+
+
+class _Refusal(Exception):
+    """An answer that blames what was sent."""
+
+
+class _Patience:
+    """Of one file: when it is tried again, when people are told, when it is given up."""
+
+    def __init__(self, what: str, trouble_s: float, on_trouble: Trouble, *, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._trouble_s = trouble_s
+        self._on_trouble = on_trouble
+        self._clock = clock
+        self._moved_s = clock()
+        self._failures = self._refusals = 0
+        """Both in a row."""
+        self._is_told = False
+
+    def moved(self) -> None:
+        """Control took some of it."""
+        self._failures = self._refusals = 0
+        self._moved_s = self._clock()
+
+    def failed(self, why: str) -> float:
+        """Seconds until the next try."""
+        self._refusals = 0
+        return self._pause(why)
+
+    def refused(self, why: str) -> float:
+        """Seconds until the next try; raises UploadRefused where there is none."""
+        self._refusals += 1
+        if self._refusals >= FINAL_TRIES:
+            raise UploadRefused(f"cannot bring {self._what}: {why}")
+        return self._pause(why)
+
+    def _pause(self, why: str) -> float:
+        logger.warning("cannot bring %s: %s", self._what, why)
+        waited_s = self._clock() - self._moved_s
+        if waited_s >= self._trouble_s and not self._is_told:
+            self._is_told = True
+            self._on_trouble(f"cannot bring {self._what} for {waited_s:.0f} s, and goes on trying: {why}")
+        self._failures += 1
+        return RETRY_S[min(self._failures, len(RETRY_S)) - 1]

@@ -50,6 +50,8 @@ from wingbeat.workers.receiving import Prepares, Receiving, WeightsReceived
 
 logger = logging.getLogger(__name__)
 
+DIVERGED = "where all replies fail the policy has diverged: lower `learning_rate`, or resume from an earlier checkpoint"
+
 
 @dataclass(slots=True)
 class Span:
@@ -85,6 +87,7 @@ class Span:
 class Flight:
     """A request in progress; what was not yet sent is gathered per version span."""
 
+    policy: str
     model: ModelHost
     stream: bool
     spans: list[Span] = field(default_factory=list)
@@ -138,6 +141,8 @@ class EngineWorker:
         self._live: dict[str, ModelHost] = {}
         self._pinned: dict[tuple[str, int], ModelHost] = {}
         self._flights: dict[str, Flight] = {}
+        self._overflown: dict[str, tuple[int, int]] = {}
+        """By policy: version and lineage that gave logits without a number, as was said already."""
         self._busy_s = 0.0
         self._stopped = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -218,11 +223,22 @@ class EngineWorker:
         if flight is None:
             return []
         flight.add(event)
+        if event.overflow:
+            self._tell_overflow(flight, event)
         if event.finish_reason is not None:
             del self._flights[event.request_id]
         elif not flight.stream:
             return []
         return flight.drain(event.request_id, event.finish_reason, event.error)
+
+    def _tell_overflow(self, flight: Flight, event: TokenEvent) -> None:
+        """Each call is answered; that the weights may be broken is said besides, once for each version."""
+        sampled_by = (event.policy_version, flight.model.lineage if event.lineage is None else event.lineage)
+        if self._overflown.get(flight.policy) == sampled_by:
+            return
+        self._overflown[flight.policy] = sampled_by
+        logger.warning("a reply of %s failed: %s", flight.policy, event.error)
+        self._send(Failed(policy=flight.policy, command="generate", error=f"{event.error}; {DIVERGED}"))
 
     # --- messages --------------------------------------------------------------------------
 
@@ -340,7 +356,7 @@ class EngineWorker:
             ),
             cache_key=message.cache_key,
         )
-        self._flights[message.request_id] = Flight(hosted, message.stream)
+        self._flights[message.request_id] = Flight(message.policy, hosted, message.stream)
         submit_with_kv(hosted, request, message.kv)
 
     def _on_abort(self, message: Abort) -> None:

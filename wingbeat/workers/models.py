@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import shutil
 import time
 import urllib.error
@@ -27,7 +26,7 @@ from typing import Any
 import msgspec
 
 from wingbeat.core.errors import SetupError
-from wingbeat.core.files import sha256_of
+from wingbeat.core.files import cache_folder, sha256_of
 from wingbeat.core.model_files import SUFFIXES, fingerprint
 from wingbeat.core.tls import client_context
 from wingbeat.core.worker_protocol import PolicySpec
@@ -47,8 +46,7 @@ class Stopped(SetupError):
 
 def default_folder() -> Path:
     """Where fetched models are kept: below ``$WINGBEAT_CACHE``, else ``~/.cache/wingbeat``."""
-    given = os.environ.get("WINGBEAT_CACHE")
-    return (Path(given).expanduser() if given else Path.home() / ".cache" / "wingbeat") / "fetched"
+    return cache_folder() / "fetched"
 
 
 class ModelFolders:

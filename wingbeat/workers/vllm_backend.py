@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from wingbeat.engines.embedded.grammar import GrammarCompiler
 from wingbeat.engines.vllm.engine import EngineSettings, VllmEngine
 from wingbeat.engines.vllm.files import KeptFile, check_fits, model_shapes, write_adapter
 from wingbeat.engines.vllm.flags import BASE, ServerSpec
+from wingbeat.engines.vllm.running import check_running
 from wingbeat.engines.vllm.served import Weights
-from wingbeat.engines.vllm.server import OwnServer, RunningServer
+from wingbeat.engines.vllm.server import OwnServer, RunningServer, Server
 from wingbeat.trainer.models import resolve_model
 from wingbeat.weights.receive import Received
 from wingbeat.workers.hosting import EmbeddedBackend, ModelHost
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 STEP_WAIT_S = 0.002
 """A step waits so long for tokens: other models and messages wait meanwhile."""
+Accept = Callable[[str, Mapping[str, Any]], None]
 ASK_S = (0.005, 0.2)
 """Between questions whether the server has read new weights: at first, and at most."""
 
@@ -238,12 +240,7 @@ class VllmBackend:
         folder = resolve_model(spec.model)
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         server_spec = self._server_spec(spec, folder)
-        if self._config.vllm.url is not None:
-            if self._servers:
-                raise SetupError("engine.vllm.url names one server, and another model is served there already")
-            server = RunningServer(self._config.vllm.url)
-        else:
-            server = OwnServer(server_spec, log=self._log(key))
+        server, accept = self._server(key, spec, server_spec)
         settings = EngineSettings(
             context_tokens=server_spec.context_tokens,
             vocabulary=config.vocab_size,
@@ -254,7 +251,13 @@ class VllmBackend:
             stall_s=self._config.vllm.stall_s,
             parallelism=server_spec.tensor_parallel,
         )
-        engine = VllmEngine(server, settings=settings, grammars=self._grammars(folder), end_token=end_token_of(folder))
+        engine = VllmEngine(
+            server,
+            settings=settings,
+            grammars=self._grammars(folder),
+            end_token=end_token_of(folder),
+            accept=accept,
+        )
         try:
             engine.start()
         except BaseException:
@@ -263,6 +266,20 @@ class VllmBackend:
         shared = self._servers[key] = Shared(engine, folder, config)
         engine.on_change = lambda error: self._report(shared, error)
         return shared
+
+    def _server(self, key: str, spec: PolicySpec, wanted: ServerSpec) -> tuple[Server, Accept]:
+        """The one to start, or that which runs; and whether what answers there may be used."""
+        url = self._config.vllm.url
+        if url is None:
+            return OwnServer(wanted, log=self._log(key)), lambda root, about: None
+        if self._servers:
+            raise SetupError("engine.vllm.url names one server, and another model is served there already")
+        needs_base = bool(wanted.adapters) or not spec.config["trainable"]
+
+        def accept(root: str, about: Mapping[str, Any]) -> None:
+            check_running(url, root=root, about=about, spec=wanted, needs_base=needs_base)
+
+        return RunningServer(url), accept
 
     def _server_spec(self, spec: PolicySpec, folder: Path) -> ServerSpec:
         """Of the policy's own server, or of that of its group."""

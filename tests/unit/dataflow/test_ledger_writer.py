@@ -203,6 +203,7 @@ def test_a_disk_without_room_for_what_lies_beside_the_ledger_is_told(
         patch.setattr(Captures, "prepare", refuse)
         with pytest.raises(SetupError, match=r"cannot be written: .*; make room on its disk"):
             Ledger.open(tmp_path / "ledger.sqlite", run=RunMeta("r", seed=1))
+    assert not [t for t in threading.enumerate() if t.name == "wingbeat-ledger"]
     Ledger.open(tmp_path / "ledger.sqlite", run=RunMeta("r", seed=1)).close()  # nobody holds its lock
 
 

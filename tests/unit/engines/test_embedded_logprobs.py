@@ -97,3 +97,10 @@ def test_bfloat16_models_run_and_give_float32_logprobs(harness: Any) -> None:
         prompt = harness.prompt(8 + 9 * i, seed=i)
         expected = harness.reference(model, prompt, replies[str(i)].token_ids)
         assert torch.tensor(replies[str(i)].logprobs).sub(torch.tensor(expected)).abs().mean() < 0.1
+
+
+def test_no_step_waits_for_cudnn_to_plan_its_attention(harness: Any) -> None:
+    """Torch prefers it on Hopper, and it plans anew for every length of the keys."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    harness.engine(harness.make_model("qwen3"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

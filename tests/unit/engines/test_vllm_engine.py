@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -27,6 +28,7 @@ from wingbeat.engines.vllm.engine import EngineSettings, VllmEngine
 from wingbeat.engines.vllm.files import KeptFile, check_fits, write_adapter
 from wingbeat.engines.vllm.flags import BASE, ServerSpec, arguments, environment, kv_bytes
 from wingbeat.engines.vllm.inside import wingbeat_vllm_worker
+from wingbeat.engines.vllm.running import check_running
 from wingbeat.engines.vllm.served import Weights
 from wingbeat.engines.vllm.server import OwnServer
 from wingbeat.engines.vllm.supports import support_of
@@ -386,7 +388,7 @@ def test_what_cannot_be_known_of_a_token_is_not_guessed(engine: VllmEngine, stan
     stand_in.logprob = None
     submit(engine, "broken")
     (end,) = drain(engine)
-    assert "logits are not finite" in end.error
+    assert "non-finite logits" in end.error and end.overflow
     stand_in.logprob, stand_in.spans_lag = LOGPROB, 1
     submit(engine, "whose")
     (end,) = drain(engine)
@@ -550,6 +552,40 @@ def test_vllm_gets_no_keys_and_a_short_folder_for_sockets(tmp_path: Path, monkey
     assert not any(deep.iterdir())
 
 
+FITTING = {
+    "--dtype": "float32",
+    "--generation-config": "vllm",
+    "--structured-outputs-config": "guidance",
+    "--speculative-config": "none",
+    "--max-logprobs": -1,
+    "--max-loras": 2,
+    "--max-lora-rank": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "loaded", "said"),
+    [
+        ({}, "", ""),
+        (
+            {"--generation-config": "auto", "--max-logprobs": 20},
+            "",
+            "vllm, got auto; expected --max-logprobs 512 or more",
+        ),
+        ({"--speculative-config": "set"}, "", "expected --speculative-config none, got set"),
+        ({}, "0123456789abcdef01", "trained before \\(checksum 0123456789abcdef\\)"),
+        (None, "", "another release of Wingbeat: start it anew"),
+    ],
+)
+def test_a_running_server_is_asked_how_it_was_started(
+    changed: dict[str, Any] | None, loaded: str, said: str, tmp_path: Path
+) -> None:
+    spec = ServerSpec(tmp_path, "float32", 64, 4, 512, 16, adapters=2, adapter_rank=8)
+    about = {} if changed is None else {"flags": FITTING | changed, "loaded": loaded}
+    with pytest.raises(SetupError, match=said) if said else contextlib.nullcontext():
+        check_running("http://here", root=str(tmp_path), about=about, spec=spec, needs_base=True)
+
+
 def test_the_checksum_inside_vllm_is_that_of_manifests() -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(3, dtype=torch.bfloat16)}
     assert wingbeat_vllm_worker.checksum(tensors) == tensors_checksum(tensors)
@@ -562,6 +598,7 @@ def test_the_checksum_inside_vllm_is_that_of_manifests() -> None:
         ({"backend": "vllm", "device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"backend": "vllm", "count": 2, "vllm": {"url": "http://x"}}, "`count` to 1"),
         ({"backend": "vllm", "vllm": {"url": "http://x", "python": "p"}}, "of own servers"),
+        ({"backend": "vllm", "tensor_parallel": 2, "vllm": {"url": "http://x"}}, "--tensor-parallel-size 2"),
         ({"backend": "vllm", "vllm": {"args": ["--max_model_len=3"]}}, "--max-model-len is set by Wingbeat"),
         ({"backend": "vllm", "vllm": {"url": "http://x", "pinned": "server"}}, r"`vllm\.pinned` is of own servers"),
         *(

@@ -178,6 +178,7 @@ async def test_keys_are_guessed_slowly_and_lists_of_models_count(
     assert pauses == [0.25, 0.25]
 
 
+@pytest.mark.usefixtures("pauses")
 async def test_what_is_only_announced_costs_nothing_and_what_comes_in_pieces_costs_as_much(
     open_site: Callable[..., Site],
 ) -> None:

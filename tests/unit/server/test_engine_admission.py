@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from wingbeat import __version__
@@ -65,6 +66,16 @@ def test_another_release_is_told_or_refused_as_configured() -> None:
     link = EngineLink("gpu-2", "there", lambda message: None, software=other.software)
     (warning,) = admission().warnings([link])
     assert "'gpu-2' has torch 2.12.0" in warning and "mismatch_kl" in warning
+
+
+def test_a_trainer_of_another_release_is_told_or_refused_too() -> None:
+    log: list[dict[str, Any]] = []
+    other = msgspec.structs.replace(register(software={"torch": "2.12.0"}), role="trainer")
+    assert admission("warn", log).refusal_of_software(other) is None
+    assert [event["event"] for event in log] == ["trainer_differs"]
+    assert "torch 2.12.0" in said(admission("refuse").refusal_of_software(other))
+    assert "trainer 'trainer-solver' has torch 2.12.0" in admission().trainer_warning("trainer-solver", other.software)
+    assert admission().trainer_warning("trainer-solver", {"torch": "2.13.1"}) == ""
 
 
 def test_policies_and_names_must_fit() -> None:

@@ -70,3 +70,20 @@ def test_what_an_alarm_stopped_stays_stopped_until_its_limits_change() -> None:
     with_other_limits: list[str] = []
     watch([], ledger, staleness={"action": "warn"}).restore(host(1, with_other_limits))
     assert with_other_limits == []
+
+
+def test_an_alarm_of_what_happens_beside_steps_is_told_until_it_is_over() -> None:
+    events: list[dict[str, Any]] = []
+    health, solver = watch(events), host(3, [])
+    for text in ("full", "still full"):
+        health.sound(solver, "checkpoint", text)
+    assert health.warnings == ["checkpoint of 'solver': still full"]
+    assert health.after_step(host(4, []), {"grad_norm": 1.0}) == {"alarm/checkpoint": 1.0}
+    for _ in range(2):
+        health.sound(solver, "checkpoint", "")
+    assert health.warnings == [] and health.after_step(host(5, []), {"grad_norm": 1.0}) == {}
+    assert [(event["event"], event["alarm"]) for event in events] == [
+        ("alarm", "checkpoint"),
+        ("alarm_ended", "checkpoint"),
+    ]
+    assert events[0]["text"] == "full"

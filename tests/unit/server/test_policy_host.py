@@ -473,3 +473,18 @@ async def test_deltas_are_asked_for_where_engines_of_other_hosts_wait(
         trainer.done(step)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_weights_that_are_late_are_waited_for_and_refused_ones_end_training(
+    open_course: Callable[..., Course],
+) -> None:
+    course = open_course(steps=3)
+    course.trainer().join()
+    trainer = course.host.trainer
+    trainer.failed(Failed("solver", "publish_weights", "no way through"))
+    assert "no way through" in trainer.problem and not course.host.halted
+    trainer.left()
+    assert trainer.problem == ""
+    course.trainer().join()
+    trainer.failed(Failed("solver", "publish_weights", "404", final=True))
+    assert trainer.is_cut_off and course.host.halted.endswith("no engine would get its weights: 404")

@@ -41,7 +41,7 @@ def test_each_policy_hears_what_is_about_it_and_all_of_the_end(hosts: list[Any])
     for message in (Heartbeat(), done, failed, saved):
         session.receive(message)
     session.closed()
-    joined, left = call.joined(send, worker_id="trainers-team"), call.left(send, expected=False)
+    joined, left = call.joined(send, worker_id="trainers-team", software={}), call.left(send, expected=False)
     asked = call.is_from(send)
     assert planner.method_calls == [joined, asked, call.step_done(done), left]
     assert coder.method_calls == [joined, asked, call.failed(failed), asked, call.checkpoint_saved(saved), left]

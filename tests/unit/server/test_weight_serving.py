@@ -162,13 +162,17 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
     app.add_exception_handler(WingbeatError, answer)
     server = uvicorn.Server(uvicorn.Config(app, loop="none", lifespan="off", log_level="warning"))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = asyncio.create_task(server.serve([listener]))
+        await server.startup([listener])  # and not its `serve`, which looks around ten times a second only
         async with aiohttp.ClientSession() as session:
             found = Site(f"http://127.0.0.1:{listener.getsockname()[1]}", session, files, held)
             yield found
-        server.should_exit = True
-        await serving
+        for listening in server.servers:  # its `shutdown` sleeps a tenth of a second
+            listening.close()
+        while server.server_state.connections:  # noqa: ASYNC110, of the session, which is closed
+            await asyncio.sleep(0)
 
 
 def published(folder: Path, *, host_id: str = "here") -> Manifest:
@@ -336,3 +340,36 @@ async def test_an_uploader_goes_on_where_control_lacks_bytes(
     other = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(manifest.files[0], name=name),))
     (tmp_path / "trainer" / name).write_bytes(DATA)
     assert not await asyncio.to_thread(uploads.carry, other, lambda: next(wanted))
+
+
+async def test_people_are_told_of_an_upload_that_does_not_move_and_it_goes_on(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "RETRY_S", (0.01,))
+    manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    site.faults = {1, 2, 3, 4, 5}
+    times = iter(range(0, 1000, 20))  # of each failure and each part that came
+    uploads = upload.Uploads(site.url, "worker-key", trouble_s=60.0, clock=lambda: float(next(times)))
+    told: list[str] = []
+    assert await asyncio.to_thread(uploads.carry, manifest, lambda: True, told.append)
+    (said,) = told
+    assert said == f"cannot bring {NAME} to {site.url} for 60 s, and goes on trying: it answers 500"
+
+
+@pytest.mark.parametrize(("key", "limit", "said"), [("admin-key", 2**30, "403 "), ("worker-key", 100, "413")])
+async def test_what_control_never_takes_is_not_tried_for_ever(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, limit: int, said: str
+) -> None:
+    monkeypatch.setattr(upload, "RETRY_S", (0.01,))
+    site.max_body_bytes = limit
+    manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    with pytest.raises(upload.UploadRefused, match=f"it answers {said}"):
+        await asyncio.to_thread(upload.Uploads(site.url, key).carry, manifest, lambda: True)
+    assert site.num_puts <= upload.FINAL_TRIES + 6
+
+
+async def test_weights_that_are_gone_end_the_upload(site: Site, tmp_path: Path) -> None:
+    manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    gone = msgspec.structs.replace(manifest, path=f"{manifest.path}.gone", files=(whole("gone", DATA),))
+    with pytest.raises(FileNotFoundError):
+        await asyncio.to_thread(upload.Uploads(site.url, "worker-key").carry, gone, lambda: True)

@@ -24,8 +24,12 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from wingbeat.core.config import LoraConfig, PolicyConfig, TrainerConfig
@@ -57,6 +61,7 @@ _GEMMA3 = {
     "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_experts": 5, "num_local_experts": 5}
 _GPT_OSS = {
     "head_dim": 8,
     "sliding_window": 5,
@@ -70,6 +75,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**(_SIZES | _GEMMA3))),
     "gptoss": lambda: GptOssForCausalLM(GptOssConfig(**(_SIZES | _GPT_OSS))),
+    "qwen3moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**(_SIZES | _EXPERTS), head_dim=8)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**(_SIZES | _EXPERTS))),
     "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**(_SIZES | _GEMMA | {"attn_logit_softcapping": 1.5}))),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**(_SIZES | _GEMMA))),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**_SIZES, logit_scale=0.25)),

@@ -42,6 +42,8 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gemma3.modeling_gemma3",
     "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 """What this module imports, so that no rank does; it is none of them, as the server does not see where tests lie."""
 Body = Callable[..., Any]

@@ -95,6 +95,8 @@ MEASURED = ("perf/", "time/", "tree/")
 """Metrics of how it was done, not of what was learnt."""
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.01, "prefix_tree": "on"}
 ADAPTERS = {"kl_coef": 0.1, "reshard": "layer", "gradient_checkpointing": True, "micro_batch_tokens": 40}
+EXPERTS = {"reshard": "layer", "micro_batch_tokens": 20}
+"""Forwards so short that hardly any sends tokens to all experts, and a rank has others than its neighbour."""
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,12 @@ ADAPTERS = {"kl_coef": 0.1, "reshard": "layer", "gradient_checkpointing": True, 
         pytest.param(2, "qwen3", None, {"reshard": "layer", "micro_batch_tokens": 40}),
         pytest.param(2, "qwen3", LoraConfig(rank=2), {"kl_coef": 0.1}),
         pytest.param(2, "gptoss", None, {"algorithm": "m2po"}),
+        pytest.param(2, "qwen3moe", None, EXPERTS),
+        pytest.param(2, "mixtral", None, EXPERTS | {"gradient_checkpointing": True}),
+        pytest.param(
+            *(2, "qwen3moe", LoraConfig(rank=2), EXPERTS),
+            marks=pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning"),  # of peft
+        ),
         pytest.param(
             3,
             "gemma3",

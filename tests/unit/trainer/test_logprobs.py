@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +185,25 @@ def _doubled(output: Any) -> Any:
 def test_a_bare_decoder_is_refused(build_model: Callable[..., Any]) -> None:
     with pytest.raises(SetupError, match=r"a decoder and output embeddings; use another model: .*llama"):
         LogprobModel(build_model("qwen3").model, chunk_tokens=8)
+
+
+@pytest.mark.parametrize(("noise", "agrees"), [(0.02, True), (0.3, False), (math.nan, False)])
+def test_bfloat16_hidden_states_agree_by_their_norm(
+    noise: float, agrees: bool, build_model: Callable[..., Any]
+) -> None:
+    """Rounding in many layers makes some number of many stray far; a wrong mask moves whole tokens."""
+    scorer = LogprobModel(build_model("qwen3").to(torch.bfloat16), chunk_tokens=8)
+    generator = torch.Generator().manual_seed(0)
+    wanted_TH, noise_TH = (torch.randn(12, 4096, generator=generator) for _ in range(2))
+    got_TH = wanted_TH.clone()
+    got_TH[3] += noise * noise_TH[3]
+    assert scorer.agree(got_TH, wanted_TH) == agrees
+    if agrees:
+        assert (got_TH - wanted_TH).abs().max() > 0.05
+
+
+def test_no_micro_batch_waits_for_cudnn_to_plan_its_attention(build_model: Callable[..., Any]) -> None:
+    """Torch prefers it on Hopper, and it plans anew for every shape, in a second or so."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    LogprobModel(build_model("qwen3"), chunk_tokens=8)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
+from wingbeat.trainer import tree_flex
 from wingbeat.trainer.rows import Row
 from wingbeat.trainer.tree_attention import choose_blocks
 from wingbeat.trainer.tree_blocks import Block, segment_blocks, visible, whole_block
@@ -210,3 +212,27 @@ def test_flex_attention_sees_what_dense_attention_sees(
     got = flex(*inputs[:3], layer=0, scaling=0.3, extra=extra).transpose(1, 2)
     wanted = _dense(plan, inputs, window=window, softcap=softcap, with_sinks=with_sinks)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_trees_of_all_sizes_share_a_few_kernels(monkeypatch: pytest.MonkeyPatch, make_row: MakeRow) -> None:
+    """What would be compiled is counted, and not compiled."""
+    kernels: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        kernels.append(graph)
+        return graph
+
+    compiled = torch.compile(flex_attention, dynamic=True, backend=backend)
+    monkeypatch.setattr(tree_flex, "_compiled", lambda: compiled)
+    rng = np.random.default_rng(0)
+    for size in (7, 129, 300):
+        prompt = rng.integers(0, 48, 5)
+        tokens = [np.concatenate([prompt, rng.integers(0, 48, size)]) for _ in range(2)]
+        plan = TreePlan.of([make_row(rng, row, start=1) for row in tokens])
+        query, key, value = (torch.randn(1, heads, plan.num_tokens, 16) for heads in (4, 2, 2))
+        for window in (None, 16):
+            flex = FlexAttention(plan, device=torch.device("cpu"))
+            flex(query, key, value, layer=0, scaling=0.3, extra={"sliding_window": window})
+    assert len(kernels) <= 4

@@ -20,6 +20,7 @@ from transformers import (
 
 from wingbeat.core.config.trainer import TrainerConfig
 from wingbeat.core.errors import SetupError
+from wingbeat.trainer import tree_flex, tree_scorer
 from wingbeat.trainer.logprobs import LogprobModel
 from wingbeat.trainer.loss_config import LossConfig
 from wingbeat.trainer.rows import Row
@@ -141,6 +142,22 @@ def test_the_models_own_attention_comes_back(build_model: Callable[..., Any], ma
 
 def test_flex_needs_cuda(build_model: Callable[..., Any]) -> None:
     with pytest.raises(SetupError, match="needs a CUDA device, got cpu"):
+        _trees(build_model("qwen3"), backend="flex")
+
+
+def test_without_a_compiler_trees_attend_by_products_and_say_so(
+    build_model: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_nothing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler\nplease specify one")
+
+    monkeypatch.setattr(tree_flex, "_compiled", lambda: compile_nothing)
+    monkeypatch.setattr(tree_scorer, "_resolved", lambda *_, **__: "flex")
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        made = _trees(build_model("qwen3"), backend="auto")
+    assert (made.backend, made.unsupported) == ("auto", None)
+    assert "cannot be compiled here (RuntimeError: Failed to find C compiler)" in caplog.records[0].getMessage()
+    with pytest.raises(SetupError, match=r"prefix_tree_backend = 'flex': .*Failed to find C compiler.*use 'auto'"):
         _trees(build_model("qwen3"), backend="flex")
 
 

@@ -502,3 +502,30 @@ def test_what_another_control_asked_for_is_not_served(driver: Driver, manifests:
 
     driver.play(both, opened, [PinVersion(manifests[2]), UnpinVersion("solver", 2)])
     assert len(told) == 2 and driver.of(WeightsServed) == [] and not driver.worker._pinned
+
+
+def test_weights_that_overflow_are_said_once_for_each_version_besides_the_replies(
+    driver: Driver, spec: PolicySpec, tmp_path: Path
+) -> None:
+    broken = build_model(0)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(torch.nan)
+    with WeightPublisher(tmp_path, host_id=HOST, policy="solver") as publisher:
+        weights = [
+            publisher.publish(model.state_dict(), version=version, kind="full", base_model=spec.model)
+            for version, model in ((1, broken), (2, broken), (3, build_model(1)))
+        ]
+        driver.play(
+            [UpdateWeights(weights[0])],
+            [generate("a"), generate("b"), generate("c", stream=True)],
+            [UpdateWeights(weights[1])],
+            [generate("d")],
+            [UpdateWeights(weights[2])],
+            [generate("e")],
+        )
+    for name in "abcd":
+        assert driver.chunks(name)[-1].finish is FinishReason.ERROR and not driver.chunks(name)[-1].token_ids
+    assert driver.chunks("e")[-1].finish is FinishReason.LENGTH
+    first, second = driver.of(Failed)
+    assert (first.policy, first.command, first.final) == ("solver", "generate", False)
+    assert "non-finite logits at policy version 1" in first.error and "version 2" in second.error

@@ -22,7 +22,7 @@ from wingbeat.core.worker_protocol import (
     TrainerReady,
 )
 from wingbeat.trainer import shared_base
-from wingbeat.workers import trainer
+from wingbeat.workers import trained_policy, trainer
 
 RANKS = {"planner": 2, "coder": 4}
 
@@ -80,7 +80,7 @@ def test_what_fails_or_goes_back_is_one_policy(process: Callable[..., Driver], m
     """And a policy that begins again has let go of what it was: two may not fit into memory."""
     built: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    build = trainer.build_trainer
+    build = trained_policy.build_trainer
 
     def watched(*arguments: Any, **how: Any) -> Any:
         alive.append(sum(made() is not None for made in built))
@@ -88,7 +88,7 @@ def test_what_fails_or_goes_back_is_one_policy(process: Callable[..., Driver], m
         built.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(trainer, "build_trainer", watched)
+    monkeypatch.setattr(trained_policy, "build_trainer", watched)
     monkeypatch.setattr(trainer.logger, "disabled", True)  # pytest keeps what is logged, tracebacks and all
     group = process(*RANKS)
     group.play(

@@ -20,6 +20,8 @@ from wingbeat.core.weight_protocol import KeepVersions, Manifest, Published, Rel
 from wingbeat.core.worker_protocol import (
     BeginLineage,
     CheckpointSaved,
+    Export,
+    Exported,
     Failed,
     PolicySpec,
     SaveCheckpoint,
@@ -30,6 +32,7 @@ from wingbeat.core.worker_protocol import (
     WorkerMessage,
 )
 from wingbeat.weights.publish import WeightPublisher
+from wingbeat.weights.upload import UploadRefused
 from wingbeat.workers.link import Connected, Inbound
 
 Disk = namedtuple("Disk", "total used free")
@@ -255,7 +258,7 @@ def test_what_is_published_is_brought_to_a_control_of_another_host(
 ) -> None:
     found: list[int] = []
 
-    def carry(manifest: Manifest, is_wanted: Callable[[], bool]) -> bool:
+    def carry(manifest: Manifest, is_wanted: Callable[[], bool], on_trouble: Callable[[str], None]) -> bool:
         assert not driver.published(manifest.version) and is_wanted()
         found.append(manifest.version)
         return True
@@ -264,3 +267,45 @@ def test_what_is_published_is_brought_to_a_control_of_another_host(
     driver.welcome = Connected(msgspec.structs.replace(driver.welcome.welcome, host_id=control))
     driver.play(batch(1))
     assert found == carried and driver.published(1)
+
+
+def test_weights_that_control_refuses_for_ever_end_training_and_what_was_learnt_is_kept(
+    driver: Driver, tmp_path: Path
+) -> None:
+    refused = [1]
+
+    def carry(manifest: Manifest, is_wanted: Callable[[], bool], on_trouble: Callable[[str], None]) -> bool:
+        if manifest.version in refused:
+            on_trouble("nothing moves")
+            raise UploadRefused("cannot bring it: it answers 404")
+        return True
+
+    driver.worker._carry = carry
+    driver.welcome = Connected(msgspec.structs.replace(driver.welcome.welcome, host_id="elsewhere"))
+    folder = tmp_path / "exported"
+    driver.play(
+        batch(1),
+        batch(2),
+        [SaveCheckpoint("solver", 1), Export("solver", str(folder))],
+        driver.welcome,  # another control of the run may take them; this one does not
+        lambda: refused.clear() or driver.welcome,
+    )
+    assert [done.step for done in driver.of(StepDone)] == [1, 1], "the last one said again"
+    told = [(message.command, message.final) for message in driver.of(Failed)]
+    publish = ("publish_weights", False), ("publish_weights", True)
+    assert told == [*publish, ("train_step", False), *publish]
+    assert "it answers 404" in driver.of(Failed)[2].error
+    assert [saved.step for saved in driver.of(CheckpointSaved)] == [1]
+    assert driver.of(Exported) and (folder / "config.json").exists()
+    assert [ready.step for ready in driver.of(TrainerReady)] == [0, 1]
+
+
+def test_the_first_weights_of_a_trainer_are_refused(driver: Driver) -> None:
+    def carry(manifest: Manifest, is_wanted: Callable[[], bool], on_trouble: Callable[[str], None]) -> bool:
+        raise UploadRefused("cannot bring it: it answers 401")
+
+    driver.worker._carry = carry
+    driver.welcome = Connected(msgspec.structs.replace(driver.welcome.welcome, host_id="elsewhere"))
+    driver.play()
+    (failed,) = driver.sent
+    assert isinstance(failed, Failed) and failed.final and "401" in failed.error

@@ -52,7 +52,8 @@ class EngineConfig(Section):
     )
     version_mismatch: Literal["warn", "refuse"] = Field(
         default="warn",
-        description="Of an engine that runs another release (major or minor) of Wingbeat or torch than the server.",
+        description="Of an engine or trainer that runs another release (major or minor) of Wingbeat or torch than the"
+        " server.",
     )
     vllm: VllmConfig = VllmConfig()
 
@@ -86,6 +87,11 @@ class EngineConfig(Section):
             of_own = [key for key in changed if key in ("python", "args", "pinned")]
             if of_own:
                 raise ValueError(f"`vllm.{of_own[0]}` is of own servers, and `vllm.url` names a running one: set one")
+            if self.tensor_parallel > 1:
+                raise ValueError(
+                    "`tensor_parallel` is of own servers: start the one that `vllm.url` names with"
+                    f" --tensor-parallel-size {self.tensor_parallel}, and leave the key out"
+                )
             if self.count > 1:
                 raise ValueError(
                     f"`vllm.url` names one server, which serves one engine: set `count` to 1, got {self.count}"

@@ -385,4 +385,6 @@ class EmbeddedEngine:
         self._batcher.finish(request, reusable=False)
         weights = f"with adapter {request.adapter!r}" if request.adapter else f"at policy version {self._version}"
         error = f"non-finite logits {weights}: the weights or this prompt overflow"
-        return TokenEvent(request.id, (), (), self._version, finish_reason=FinishReason.ERROR, error=error)
+        return TokenEvent(
+            request.id, (), (), self._version, finish_reason=FinishReason.ERROR, error=error, overflow=True
+        )

@@ -65,6 +65,9 @@ class ModelRunner:
     parallelism = 1
 
     def __init__(self, model: PreTrainedModel, *, capacity_tokens: int, device: torch.device) -> None:
+        # cuDNN's attention, which torch prefers on Hopper, plans anew for every length of the keys: each decode step
+        # has another one, and a plan takes longer than a step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.model = cast(Any, model)
         self._device = device
         self.layers: Sequence[LayerSpec] = probe_layers(model, device=device)

@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 
 from wingbeat.core.errors import UnavailableError
-from wingbeat.engines.vllm.wire import PATH, EventSplitter, Piece, Submission, read_piece
+from wingbeat.engines.vllm.wire import PATH, EventSplitter, NotFinite, Piece, Submission, read_piece
 
 CALL_S = 600.0
 """Longer than any step of any model; a call that lasts longer will not return."""
@@ -136,6 +136,8 @@ class VllmClient:
             ended = await self._read(submission)
         except (aiohttp.ClientError, OSError) as error:
             self._pieces.put(Piece(number, lost=f"{type(error).__name__}: {error}"))
+        except NotFinite as error:
+            self._pieces.put(Piece(number, error=f"vLLM sent {error}", overflow=True))
         except (KeyError, TypeError, ValueError) as error:
             self._pieces.put(Piece(number, error=f"vLLM sent what cannot be understood: {error!r}"))
         else:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,10 +39,19 @@ class Loadable(Protocol):
 class ServerCommands:
     """Called by the engine's thread, and by that which recovers meanwhile."""
 
-    def __init__(self, server: Server, client: VllmClient, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        server: Server,
+        client: VllmClient,
+        start_timeout_s: float,
+        *,
+        accept: Callable[[str, Mapping[str, Any]], None] = lambda root, about: None,
+    ) -> None:
+        """``accept``: raises SetupError where a server, by its model and what its workers say, is none to use."""
         self._server = server
         self._client = client
         self._start_timeout_s = start_timeout_s
+        self._accept = accept
         self._adapters: dict[str, int] = {}
         """The numbers that the server gave to adapters, by name."""
         self.context_tokens = 0
@@ -170,6 +179,7 @@ class ServerCommands:
             ) from error
         logger.info("vLLM serves %s: %s", offered["root"], about[0])
         self.context_tokens = int(offered["max_model_len"])
+        self._accept(str(offered["root"]), about[0])
 
     def _probe(self) -> None:
         """One request that shows whether logprobs and versions are told as we need them."""

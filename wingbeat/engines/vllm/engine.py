@@ -15,10 +15,11 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wingbeat.core.errors import ConflictError, SetupError, UnavailableError
 from wingbeat.core.ports import EngineStats, GenerateRequest, TokenEvent
@@ -69,16 +70,20 @@ class VllmEngine:
         settings: EngineSettings,
         grammars: GrammarCompiler,
         end_token: Callable[[], int | None],
+        accept: Callable[[str, Mapping[str, Any]], None] = lambda root, about: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``end_token``: the one with which vLLM ends grammars, the tokenizer's own; asked for when one comes."""
+        """``end_token``: the one with which vLLM ends grammars, the tokenizer's own; asked for when one comes.
+
+        ``accept``: asked of the server after each start (:mod:`.running`), raises SetupError where it is none to use.
+        """
         self._server = server
         self._settings = settings
         self._limits = RequestLimits(settings.context_tokens, settings.vocabulary)
         self._grammars = grammars
         self._end_token = end_token
         self._client = VllmClient(server.address)
-        self._commands = ServerCommands(server, self._client, settings.start_timeout_s)
+        self._commands = ServerCommands(server, self._client, settings.start_timeout_s, accept=accept)
         self._models = {BASE: ServedModel(BASE)}
         self._active: dict[str, ActiveRequest] = {}
         self._streams: dict[int, str] = {}
@@ -304,7 +309,7 @@ class VllmEngine:
             self._prompts.pop(piece.stream, None)
         elif piece.error:
             self._drop(active.id)
-            self._end(self._models[active.model], active.id, FinishReason.ERROR, piece.error)
+            self._end(self._models[active.model], active.id, FinishReason.ERROR, piece.error, overflow=piece.overflow)
         elif active.held or (active.walk is not None and not active.walk.is_ready):
             active.held.append(piece)
         else:
@@ -339,9 +344,20 @@ class VllmEngine:
             self._lost = [lost for lost in self._lost if lost is not active]
         return active
 
-    def _end(self, served: ServedModel, request_id: str, reason: FinishReason, error: str = "") -> None:
+    def _end(
+        self, served: ServedModel, request_id: str, reason: FinishReason, error: str = "", *, overflow: bool = False
+    ) -> None:
         served.events.append(
-            TokenEvent(request_id, (), (), served.version, finish_reason=reason, error=error, lineage=served.lineage)
+            TokenEvent(
+                request_id,
+                (),
+                (),
+                served.version,
+                finish_reason=reason,
+                error=error,
+                overflow=overflow,
+                lineage=served.lineage,
+            )
         )
 
     def _grammar_fault(self, request: GenerateRequest) -> str:

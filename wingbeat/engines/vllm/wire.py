@@ -29,6 +29,10 @@ class Span:
     end: int
 
 
+class NotFinite(ValueError):
+    """The model's logits are not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one event of a stream says."""
@@ -46,6 +50,8 @@ class Piece:
     """Of the prompt, found in the prefix cache; with the last piece."""
     error: str = ""
     """The server cannot serve this request."""
+    overflow: bool = False
+    """The error: logits are not finite."""
     lost: str = ""
     """The server is gone."""
 
@@ -144,5 +150,5 @@ def _own_logprob(value: float | None) -> float:
 
 def _logprob(value: float | None) -> float:
     if value is None:  # NaN has no JSON
-        raise ValueError("a logprob that is no number: the model's logits are not finite")
+        raise NotFinite("a logprob that is no number: non-finite logits, as the weights or this prompt overflow")
     return value if value > NO_LOGPROB else -math.inf

@@ -1,4 +1,8 @@
-"""Tells people of health alarms: events, metrics, status; ends the training of a policy where an alarm demands it."""
+"""Tells people of health alarms: events, metrics, status; ends the training of a policy where an alarm demands it.
+
+Most alarms come from the metrics of a step.  Others are of what happens beside steps: weights that are not published,
+checkpoints that cannot be written (:meth:`HealthWatch.sound`).
+"""
 
 from __future__ import annotations
 
@@ -41,15 +45,31 @@ class HealthWatch:
         self._settings = config.health.model_dump_json()
         self._seen: set[str] = set()
         """Policies that have taken a step in this process."""
+        self._beside_steps: dict[tuple[str, str], str] = {}
+        """What is said of each (policy, alarm) that sounds, and is of no step's metrics."""
 
     @property
     def warnings(self) -> list[str]:
         """The alarms that sound now, in plain words."""
-        return [
+        of_steps = [
             f"{alarm.name} of {policy!r}: {alarm.text}"
             for policy, monitor in self._monitors.items()
             for alarm in monitor.active
         ]
+        return of_steps + [f"{name} of {policy!r}: {text}" for (policy, name), text in self._beside_steps.items()]
+
+    def sound(self, host: PolicyHost, name: str, text: str) -> None:
+        """An alarm about what happens beside steps sounds, with the newest words; "" ends it."""
+        key = (host.name, name)
+        before = self._beside_steps.pop(key, "")
+        if text:
+            self._beside_steps[key] = text
+        self._metrics.alarms.labels(*key).set(bool(text))
+        if text and not before:
+            logger.warning("alarm %s of %s: %s", name, host.name, text)
+            self._events.emit("alarm", policy=host.name, step=host.version, alarm=name, action="warn", text=text)
+        elif before and not text:
+            self._events.emit("alarm_ended", policy=host.name, step=host.version, alarm=name)
 
     def restore(self, host: PolicyHost) -> None:
         """What an alarm stopped stays stopped over restarts, until the limits of ``[health]`` are others."""
@@ -86,4 +106,5 @@ class HealthWatch:
             reason = f"training of {host.name!r} stopped by the alarm {report.stop.name}: {report.stop.text}"
             self._watch(self._ledger.record_halt(host.name, reason=reason, settings=self._settings))
             host.halt(reason)
-        return {f"alarm/{name}": 1.0 for name in sounding}
+        beside = {name for policy, name in self._beside_steps if policy == host.name}
+        return {f"alarm/{name}": 1.0 for name in sounding | beside}

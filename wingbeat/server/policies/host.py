@@ -58,6 +58,8 @@ class HostContext:
     """Whether the barrier lets a policy at this version take its next step."""
     starves: Callable[[str, int], bool] = lambda policy, version: False
     """Whether a policy that one at this version waits for needs more groups than there are."""
+    alarm: Callable[[PolicyHost, str, str], None] = lambda host, name, text: None
+    """An alarm that no step's metrics show sounds for the reason given; "" ends it."""
     rebase: Callable[[str, int], None] = lambda policy, highest: None
     """After a rollback: versions of the policy above ``highest`` that running episodes and open groups hold count as
     ``highest`` from now on."""

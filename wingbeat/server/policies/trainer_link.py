@@ -16,10 +16,11 @@ in between loses nothing: what was never published was never served, so no token
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from wingbeat.core.samples import TrainingBatch
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 Send = Callable[[ControlMessage], None]
 
+PUBLISH, CHECKPOINT = "publish", "checkpoint"
+"""Alarms beside those of ``[health]``: weights that are not published, checkpoints that are not written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -60,10 +64,16 @@ class TrainerLink:
         self._host = host
         self.worker_id = ""
         """The worker that last connected as this policy's trainer."""
+        self.software: Mapping[str, str] = {}
+        """The versions that it said it runs."""
         self.problem = ""
         """What keeps it from going on although nothing has failed for good."""
+        self.is_cut_off = False
+        """Nobody receives its weights, now or later."""
         self.warnings: list[str] = []
         """Checkpoints that it could not use."""
+        self._unsaved = 0
+        """Checkpoints in a row that could not be written."""
         self._send: Send | None = None
         self._given = ""
         """The batch that this connection was given last: never twice, whatever order its messages come in."""
@@ -102,7 +112,7 @@ class TrainerLink:
             and any(link.host_id != manifest.host_id for link in context.engines.links)
         )
 
-    def joined(self, send: Send, *, worker_id: str = "") -> None:
+    def joined(self, send: Send, *, worker_id: str = "", software: Mapping[str, str] = MappingProxyType({})) -> None:
         """A trainer is connected; a worker that returns takes its own earlier connection over.
 
         Another process of its name that lives on (on a node that a cluster gave up, say) is told to end: two must not
@@ -111,7 +121,7 @@ class TrainerLink:
         if self._send is not None:
             self._send(Shutdown(reason="another process has taken this trainer's place"))
             self.left()
-        self.worker_id = worker_id
+        self.worker_id, self.software = worker_id, software
         self._send = send
 
     def is_from(self, send: Send) -> bool:
@@ -127,7 +137,8 @@ class TrainerLink:
         if send is not None and self._send is not send:
             return
         self._send = self._proposal = self._waiting = None
-        self.problem = self._given = ""
+        self._given = ""
+        self._publishes()
         self._host.become(TrainerState.ABSENT)
         for future in self._exports.values():
             if not future.done():
@@ -226,7 +237,7 @@ class TrainerLink:
         What comes before the trainer says where it stands may be of a replay for another control, and is said again.
         """
         host, manifest = self._host, message.manifest
-        self.problem = ""
+        self._publishes()
         host.publish_metrics = _publish_metrics(message)
         if self._proposal is not None or self._rollback is not None:
             return
@@ -316,7 +327,9 @@ class TrainerLink:
             case "begin_lineage":
                 self._host.halt(f"training of {self._host.name!r} stopped: no new lineage: {message.error}")
             case "publish_weights":
-                self.problem = f"the trainer of {self._host.name!r} cannot publish its weights: {message.error}"
+                self._cannot_publish(message)
+            case "save_checkpoint":
+                self._cannot_save(message)
             case "export":
                 for future in self._exports.values():
                     if not future.done():
@@ -326,8 +339,38 @@ class TrainerLink:
                 pass
         self._host.context.changed.notify()
 
+    def _cannot_publish(self, message: Failed) -> None:
+        """Until the weights are there nothing newer is served; where they never will be, training is pointless."""
+        host = self._host
+        host.context.alarm(host, PUBLISH, f"its trainer cannot publish its weights: {message.error}")
+        if not message.final:
+            self.problem = f"the trainer of {host.name!r} cannot publish its weights: {message.error}"
+        else:
+            self.is_cut_off, self.problem = True, ""
+            host.halt(f"training of {host.name!r} stopped, as no engine would get its weights: {message.error}")
+
+    def _publishes(self) -> None:
+        """What kept it from publishing is over, or of a trainer that is gone."""
+        if self.problem or self.is_cut_off:
+            self._host.context.alarm(self._host, PUBLISH, "")
+        self.problem, self.is_cut_off = "", False
+
+    def _cannot_save(self, message: Failed) -> None:
+        """Training goes on; but what a crash costs grows with every step."""
+        host = self._host
+        self._unsaved += 1
+        host.context.alarm(
+            host,
+            CHECKPOINT,
+            f"no checkpoint could be written, {self._unsaved} in a row: {message.error}. Training goes on; a restart"
+            " repeats all steps since the last one that was",
+        )
+
     def checkpoint_saved(self, message: CheckpointSaved) -> None:
         context = self._host.context
+        if self._unsaved:
+            self._unsaved = 0
+            context.alarm(self._host, CHECKPOINT, "")
         context.watch(
             context.ledger.record_checkpoint(
                 self._host.name, step=message.step, path=message.path, lineage=message.lineage

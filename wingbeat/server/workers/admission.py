@@ -1,9 +1,9 @@
-"""Which engines may join: control's answers to registrations that cannot be, each by name and with what to do."""
+"""Which workers may join: control's answers to registrations that cannot be, each by name and with what to do."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineAdmission:
-    """What control holds engines to."""
+    """What control holds engines to, and of trainers their software."""
 
     policies: Collection[str]
     version_mismatch: Literal["warn", "refuse"]
@@ -39,15 +39,29 @@ class EngineAdmission:
                     f" that was killed is let go within {self.heartbeat_s * SILENT_HEARTBEATS:.0f} s)",
                     for_now=True,
                 )
+        return self.refusal_of_software(register)
+
+    def refusal_of_software(self, register: Register) -> Refused | None:
+        """Why a worker of another release may not join; None where it may."""
         found = differences(register.software, self.software)
         if not found:
             return None
         text = f"{'; '.join(found)}: install the same on both"
         if self.version_mismatch == "refuse":
             return Refused(f'{text} (engine.version_mismatch = "refuse")')
-        logger.warning("engine %s has %s", register.worker_id, text)
-        self.events.emit("engine_differs", worker_id=register.worker_id, differences=found)
+        logger.warning("%s %s has %s", register.role, register.worker_id, text)
+        self.events.emit(f"{register.role}_differs", worker_id=register.worker_id, differences=found)
         return None
+
+    def trainer_warning(self, worker_id: str, software: Mapping[str, str]) -> str:
+        """Of a trainer that runs another release, for the status; "" where it does not."""
+        found = differences(software, self.software)
+        return (
+            f"trainer {worker_id!r} has {'; '.join(found)}: it may compute other probabilities than were sampled, see"
+            " mismatch_kl"
+            if found
+            else ""
+        )
 
     def warnings(self, links: Sequence[EngineLink]) -> list[str]:
         """Engines that run other releases than this server, for the status."""

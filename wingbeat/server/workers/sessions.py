@@ -130,7 +130,7 @@ class TrainerSession:
         self._send = send
         self._is_stopping = is_stopping
         for host in hosts:
-            host.trainer.joined(send, worker_id=register.worker_id)
+            host.trainer.joined(send, worker_id=register.worker_id, software=register.software)
 
     def receive(self, message: WorkerMessage) -> None:
         if isinstance(message, Heartbeat):

@@ -5,15 +5,17 @@ weights are gathered in the dtype that is computed in.  When, ``reshard`` says:
 
 ``step``
     Once per update.  Forwards and backwards then need nobody: each process runs as many as it likes, walks trees
-    depth first, and repeats what did not fit into memory.  At the end one backward of a zero loss takes the gathered
-    gradients with it through FSDP's reduce-scatter.  Memory of a process: all weights, and all gradients in float32,
-    plus its part of masters and moments.
+    depth first, and repeats what did not fit into memory.  Gradients are gathered here, not by FSDP, and at the end
+    each is summed over the processes, which keep their parts.  Memory of a process: all weights, and all gradients in
+    float32, plus its part of masters and moments.
 ``layer``
     Around each layer, in every forward and backward, whose gradients are summed at once.  All processes must run as
     many forwards: who has fewer adds empty ones.  Memory: its part of everything, plus a layer.
 
 Losses are sums over tokens whose weights were fixed for the whole batch, so gradients are *summed* over processes,
 never averaged, and how rows are dealt changes none of them.
+
+Of torch only what it documents is used: who knows FSDP's own records of parameters breaks with its next release.
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor, Partial
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from wingbeat.core.errors import SetupError
@@ -52,6 +53,12 @@ class Fsdp(SharedRows):
         self._row_cost = RowCost(1.0, 0.0)
         self._root: Any = None
         self._modules: list[FSDPModule] = []
+        self._parts: dict[str, nn.Parameter] = {}
+        """This process's part of each weight that trains, by its name in the root."""
+        self._sums: dict[str, Tensor] = {}
+        """Of ``step``: the gradients of whole weights that this process has gathered, in at least float32."""
+        self._watched: dict[str, nn.Parameter] = {}
+        """Of ``step``: the whole weights whose gradients are taken as they come."""
         self._logprobs: LogprobModel | None = None
         self.has_met = False
         """Whether the processes were asked if all can go on; before that each only loads and probes the model."""
@@ -67,8 +74,9 @@ class Fsdp(SharedRows):
         layers = _layers(base)
         self.has_met = True
         agree(self._world)
+        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(self._world.device.type, (self._world.size,)),
+            "mesh": mesh,
             "mp_policy": policy,
             # Adapters are small; the weights that they adapt stay whole where they are used all the time.
             "ignored_params": frozen if self._reshard == "step" else None,
@@ -83,7 +91,12 @@ class Fsdp(SharedRows):
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._synchronise(self._reshard == "layer")
+        sums_at_once = self._reshard == "layer"
+        self._root.set_requires_gradient_sync(sums_at_once)
+        self._root.set_reshard_after_backward(sums_at_once)
+        # A weight that this process did not need (an expert that no token was sent to) is summed with the others.
+        self._root.set_reduce_scatter_unused_params(sums_at_once)
+        self._parts = {name: one for name, one in self._root.named_parameters() if one.requires_grad}
         self._logprobs = logprobs
         logprobs.around = self._root
         with torch.no_grad():
@@ -113,6 +126,7 @@ class Fsdp(SharedRows):
             return
         for module in self._modules:
             module.unshard()
+        self._watch()
         yield from self.alike(self._forget)
         if gradient:
             self._sum_gradients()
@@ -149,20 +163,33 @@ class Fsdp(SharedRows):
             return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         return MixedPrecisionPolicy(cast_forward_inputs=False)
 
-    def _synchronise(self, on: bool) -> None:
-        """Whether a backward sums gradients over the processes and gives the whole weights back."""
-        self._root.set_requires_gradient_sync(on)
-        self._root.set_reshard_after_backward(on)
+    def _watch(self) -> None:
+        """Take the gradients of whole weights as they come: FSDP would keep them where nobody may look."""
+        for name, weight in self._root.named_parameters():
+            # (adapters that are switched off for a reference require none)
+            if weight.requires_grad and self._watched.get(name) is not weight:
+                self._watched[name] = weight
+                weight.register_post_accumulate_grad_hook(lambda finished, name=name: self._take(name, finished))
+
+    def _take(self, name: str, weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        if gradient is None:
+            return
+        if name in self._sums:
+            self._sums[name] += gradient
+        else:
+            self._sums[name] = gradient.float() if gradient.dtype in LOW_PRECISION else gradient
 
     def _sum_gradients(self) -> None:
-        for parameter in self._fsdp_parameters():
-            _with_gradient(parameter)
-        self._synchronise(True)
-        try:
-            self._empty_forward()
-        finally:
-            self._synchronise(False)
+        """Leave the sum over all processes at each part.  All sum the same weights, whatever each of them needed."""
         self.release()
+        for name, part in self._parts.items():
+            assert isinstance(part, DTensor), "all that trains is sharded"
+            own = self._sums.pop(name, None)
+            if own is None:
+                own = torch.zeros(part.shape, dtype=part.dtype, device=self._world.device)
+            whole = DTensor.from_local(own, part.device_mesh, [Partial("sum")])
+            part.grad = whole.redistribute(placements=part.placements)
 
     def _empty_forward(self) -> None:
         """One that changes no gradient, and makes FSDP do what it does in each."""
@@ -180,17 +207,8 @@ class Fsdp(SharedRows):
 
     def _forget(self) -> None:
         """Give up a pass that failed half-way, its gradients included."""
-        for parameter in self._fsdp_parameters():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        self._sums.clear()
         self._root.reset_iter_state()
-
-    def _fsdp_parameters(self) -> Iterator[Any]:
-        """FSDP's own view of the parameters that train; it has no public one of gradients that are not summed yet."""
-        for module in self._modules:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from (one for one in group.fsdp_params if one.sharded_param.requires_grad)
 
 
 class _Whole(nn.Module):
@@ -201,8 +219,8 @@ class _Whole(nn.Module):
         self.base = base
 
     def forward(self, run: Callable[[], Any]) -> Any:
-        # FSDP hooks the outputs, and a hook on a view is lost if somebody writes to the view.
-        return tree_map_only(Tensor, lambda found: found.clone() if found._is_view() else found, run())
+        found = run()
+        return tuple(map(_own, found)) if isinstance(found, tuple) else _own(found)
 
 
 def _layers(base: Any) -> Sequence[nn.Module]:
@@ -222,13 +240,6 @@ def _to_masters(module: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def _with_gradient(parameter: Any) -> None:
-    """Zeros where a weight has no gradient yet: all processes must sum the same ones, and all in one dtype."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return
-    weight = parameter._unsharded_param
-    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    if parameter.reduce_dtype is None:
-        weight.grad = gradient
-    else:
-        parameter.unsharded_accumulated_grad, weight.grad = gradient.to(parameter.reduce_dtype), None
+def _own(found: Tensor) -> Tensor:
+    """FSDP hooks the outputs, and a hook on a view is lost if somebody writes to the view."""
+    return found.clone() if found.requires_grad else found

@@ -71,10 +71,24 @@ class WingbeatWorker:
     """Methods of vLLM's worker; ``self`` is that worker.  Answers are JSON data."""
 
     _wingbeat_prepared: Prepared | None = None
+    _wingbeat_loaded = ""
+    """The checksum of the weights that were loaded in place of those of the model folder; "" where none were."""
 
     def wingbeat_about(self) -> dict[str, Any]:
+        """What runs here, whose weights, and under ``flags`` how the server was started."""
         worker: Any = self
-        return {"vllm": _version(), "torch": str(torch.__version__), "device": str(worker.device)}
+        model, lora, config = worker.model_config, worker.lora_config, worker.vllm_config
+        flags = {
+            "--dtype": str(model.dtype).removeprefix("torch."),
+            "--generation-config": str(model.generation_config),
+            "--structured-outputs-config": str(config.structured_outputs_config.backend),
+            "--speculative-config": "none" if config.speculative_config is None else "set",
+            "--max-logprobs": int(model.max_logprobs),
+            "--max-loras": 0 if lora is None else int(lora.max_loras),
+            "--max-lora-rank": 0 if lora is None else int(lora.max_lora_rank),
+        }
+        found = {"vllm": _version(), "torch": str(torch.__version__), "device": str(worker.device)}
+        return {**found, "loaded": self._wingbeat_loaded, "flags": flags}
 
     def wingbeat_prepared(self, path: str) -> dict[str, Any]:
         """Read a file in the background; whether that is done.  ``{"ready", "error"}``."""
@@ -96,6 +110,7 @@ class WingbeatWorker:
             self._wingbeat_prepared = None
             return {"checksum": prepared.checksum, "error": error}
         worker: Any = self
+        self._wingbeat_loaded = prepared.checksum
         with torch.inference_mode():
             worker.reload_weights(weights_iterator=iter(prepared.tensors.items()))
             _renew_heads(worker.model_runner.get_model())
