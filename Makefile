@@ -7,11 +7,14 @@ PYTHON ?= python3
 VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 VLLM_VENV ?= .venv-vllm
+VERIFIERS_VENV ?= .venv-verifiers
 TORCH_INDEX ?=
 ARGS ?=
 PIP_FLAGS ?=
 # The unit part takes under 60 s on two idle cores; this stops a hung one, also on a busy machine.
 UNIT_BUDGET_S ?= 240
+# Where those tests lie (tests/conftest.py): to collect the others as well takes each worker seconds.
+UNIT_TESTS := tests/architecture tests/unit
 FUZZ_S ?= 300
 BENCH ?= engine
 
@@ -23,7 +26,7 @@ TORCH_STAMP := $(if $(TORCH_INDEX),$(STAMPS)/torch-$(shell printf '%s' '$(TORCH_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install test test-unit test-integration test-ray test-vllm fuzz lint audit format docs bench clean
+.PHONY: help demo install test test-unit test-integration test-ray test-vllm test-verifiers fuzz lint audit format docs bench clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -34,12 +37,12 @@ demo: $(STAMPS)/server ## Install what is missing, then train an agent in minute
 install: $(STAMPS)/dev ## Install everything that developing and testing need.
 
 test: $(STAMPS)/dev ## Run the whole suite: the unit part within its budget, the rest, then what needs an idle machine.
-	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+	$(BIN)/python -m pytest $(UNIT_TESTS) -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
 	$(BIN)/python -m pytest tests -m "not unit and not alone" -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
 	$(BIN)/python -m pytest tests/integration -m alone $(ARGS) || test $$? -eq 5  # none was chosen
 
 test-unit: $(STAMPS)/dev ## Run the unit part only.
-	$(BIN)/python -m pytest tests -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
+	$(BIN)/python -m pytest $(UNIT_TESTS) -m unit -n auto --maxprocesses=8 --dist=worksteal --session-timeout=$(UNIT_BUDGET_S) $(ARGS)
 
 test-integration: $(STAMPS)/dev $(CLIENTS_VENV)/.installed ## Run ten agent frameworks, unmodified, against a server.
 	CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest tests/clients $(ARGS)
@@ -49,6 +52,9 @@ test-ray: $(STAMPS)/dev ## Run a server on a real Ray cluster of several nodes o
 
 test-vllm: $(STAMPS)/dev $(VLLM_VENV)/.installed ## Run the tests of the vLLM engine against a real vLLM on the CPU.
 	WINGBEAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+test-verifiers: $(STAMPS)/dev $(VERIFIERS_VENV)/.installed ## Run environments of the verifiers library, from an environment of their own.
+	WINGBEAT_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python $(BIN)/python -m pytest tests/verifiers $(ARGS)
 
 fuzz: $(STAMPS)/dev ## Throw garbage at the wire dialects for FUZZ_S seconds (300).
 	WINGBEAT_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/fuzz -o timeout=0 $(ARGS)
@@ -73,7 +79,7 @@ bench: $(STAMPS)/dev ## Measure: BENCH=engine, merge, tree, trainer, gateway, le
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean: ## Remove the virtual environment and all caches.
-	rm -rf $(VENV) $(CLIENTS_VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) $(VLLM_VENV) $(VERIFIERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -110,4 +116,10 @@ $(VLLM_VENV)/.installed: requirements-vllm.txt | $(STAMPS)/venv
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') torch==$(TORCH_VERSION)
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --no-deps -r requirements-vllm.txt
+	@touch $@
+
+# The last verifiers with the interface that the adapter knows wants other versions of much.
+$(VERIFIERS_VENV)/.installed: requirements-verifiers.txt | $(STAMPS)/venv
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -r requirements-verifiers.txt
 	@touch $@

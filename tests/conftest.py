@@ -18,6 +18,8 @@ UNIT_FOLDERS = (TESTS / "unit", TESTS / "architecture")
 ALONE_FOLDER = TESTS / "integration"
 """Where `make test` looks for them: to collect all others first would take longer than some of them."""
 
+FROZEN_AT = pytest.StashKey[int]()
+
 # Before torch is loaded, and inherited by child processes: two threads on two busy cores are far slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,6 +46,27 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """The same after a module whose tests made so much that the collector looked through everything.
+
+    What is left then, libraries that they were the first to load and fixtures of the session, is there to stay.
+    """
+    try:
+        return (yield)
+    finally:
+        is_last = nextitem is not None and nextitem.path != item.path
+        if is_last and _collections() > item.session.stash.get(FROZEN_AT, 0):
+            gc.collect()
+            gc.freeze()
+            item.session.stash[FROZEN_AT] = _collections()
+
+
+def _collections() -> int:
+    """Of the oldest generation."""
+    return gc.get_stats()[-1]["collections"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@ reward. The demonstrations are wrong often, independently of the question, so wh
 them is learnt by reinforcement.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -131,7 +132,11 @@ def verifier_demonstration(rng: random.Random) -> tuple[str, str]:
 
 
 def imitate(
-    model: PreTrainedModel, tokenizer: Tokenizer, demonstrate: Callable[[random.Random], tuple[str, str]]
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    demonstrate: Callable[[random.Random], tuple[str, str]],
+    *,
+    num_steps: int,
 ) -> float:
     """Supervised warm-up on the replies' tokens; returns the mean of the last losses."""
     rng = random.Random(0)
@@ -139,9 +144,9 @@ def imitate(
     head = model.get_output_embeddings()
     assert head is not None
     losses: list[float] = []
-    for step in range(STEPS):
+    for step in range(num_steps):
         for group in optimizer.param_groups:  # up for 10 steps, down to nothing in the last quarter
-            group["lr"] = 4e-3 * min(1.0, (step + 1) / 10) * min(1.0, 4 * (1 - step / STEPS))
+            group["lr"] = 4e-3 * min(1.0, (step + 1) / 10) * min(1.0, 4 * (1 - step / num_steps))
         prompts, replies = zip(*(demonstrate(rng) for _ in range(BATCH)), strict=True)
         prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts), add_special_tokens=False)]
         reply_ids = [encoding.ids for encoding in tokenizer.encode_batch(list(replies), add_special_tokens=False)]
@@ -180,6 +185,9 @@ def write_folder(
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the solver's and the verifier's model.")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of imitation, for each")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     parts = {
         "solver": (
@@ -197,7 +205,7 @@ def main() -> None:
         started = time.perf_counter()
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        loss = imitate(model, tokenizer, demonstrate)
+        loss = imitate(model, tokenizer, demonstrate, num_steps=arguments.steps)
         write_folder(HERE / "models" / name, model, tokenizer, template=template, end=end, pad=pad)
         size = sum(p.numel() for p in model.parameters())
         seconds = time.perf_counter() - started

@@ -36,6 +36,11 @@ def declared(*extras: str) -> set[str]:
     return {normal(name) for name in names}
 
 
+def called(function: ast.expr) -> str:
+    """``c`` of ``a.b.c`` and of ``c``, "" of what has no name."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 @cache
 def imported() -> dict[str, str]:
     """Top-level import names of other libraries -> one module that imports each."""
@@ -46,7 +51,7 @@ def imported() -> dict[str, str]:
                 roots = [alias.name.split(".")[0] for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 roots = [(node.module or "").split(".")[0]]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {"import_module", "find_spec"}:
+            elif isinstance(node, ast.Call) and called(node.func) in {"import_module", "find_spec"}:
                 roots = [str(a.value).split(".")[0] for a in node.args[:1] if isinstance(a, ast.Constant)]
             else:
                 continue

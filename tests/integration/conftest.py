@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -24,8 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models ``solver``, ``babbler`` and ``checker`` (see make_models.py)."""
-    return make_models(HERE / "make_models.py", tmp_path_factory.mktemp("models"))
+    """A folder with the models ``solver``, ``babbler`` and ``checker`` (see make_models.py).
+
+    The processes of one run of the suite share it: whoever comes first makes it.
+    """
+    script, base = HERE / "make_models.py", tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make_models(script, tmp_path_factory.mktemp("models"))
+    made = base.parent / "integration-models"
+    with (base.parent / "integration-models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            make_models(script, tmp_path_factory.mktemp("models")).rename(made)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ EXAMPLES = ("two-policies", "self-play")
 SHORT = ("--eval.max_tasks=8", "--eval.samples_per_task=1", "--dataflow.groups_per_step=4")
 
 
-def train(folder: Path, example: str, *more: str) -> Path:
+def train(folder: Path, example: str, *more: str, models: Sequence[str] = ()) -> Path:
     """Make the models and train; returns the run directory."""
     work = folder / example
     shutil.copytree(ROOT / "examples" / example, work, ignore=shutil.ignore_patterns("models", "runs"))
-    for command in (["models.py"], ["-m", "wingbeat.cli", "train", "config.toml", *SHORT, *more]):
+    for command in (["models.py", *models], ["-m", "wingbeat.cli", "train", "config.toml", *SHORT, *more]):
         done = subprocess.run(
             [sys.executable, *command],
             cwd=work,
@@ -45,7 +46,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, object]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_policies_train_together(tmp_path: Path) -> None:
-    run_dir = train(tmp_path, "two-policies", "--run.steps=3")
+    run_dir = train(tmp_path, "two-policies", "--run.steps=3", models=["--steps", "150"])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = {policy: [row["step"] for row in rows if row["policy"] == policy] for policy in ("solver", "verifier")}
     assert steps == {"solver": [1, 2, 3], "verifier": [1, 2, 3]}
