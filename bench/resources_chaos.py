@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.machine import describe_machine
 from wingbeat.resources import ResourceFailed, Resources, Reuse, SandboxSpec
-from wingbeat.resources.backends.limits_cgroups import PREFIX, find_homes
+from wingbeat.resources.backends.limits_homes import PREFIX, find_homes
 from wingbeat.resources.backends.sandbox_process import children_of
 from wingbeat.resources.boxes import Box
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from wingbeat.core.config import ServerConfig
 from wingbeat.core.errors import ConfigError, DependencyMissing
 from wingbeat.deploy.devices import usable_cores
-from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, CPU, CPUACCT, MEMORY, PIDS, find_homes
+from wingbeat.resources.backends.limits_homes import CONTROLLERS, CPU, CPUACCT, MEMORY, PIDS, find_homes
 from wingbeat.resources.backends.sandbox_means import find_means
 from wingbeat.resources.specs import ResourceFailed
 

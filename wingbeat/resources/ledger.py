@@ -214,12 +214,19 @@ class LeftLedger:
 
     def looked(self, entry: Entry, at: float) -> None:
         """Somebody looks for it, and will have to again."""
-        os.write(self._file, json.dumps({"looked": [*entry, at]}).encode() + b"\n")
+        self._note(json.dumps({"looked": [*entry, at]}))
 
     def ended(self, entry: Entry) -> None:
         """It is no more."""
-        os.write(self._file, _line("ended", entry).encode() + b"\n")
+        self._note(_line("ended", entry))
         self._num_left -= 1
+
+    def _note(self, line: str) -> None:
+        """Where it cannot be written (a full disk) it is looked for once more: no reason not to end the others."""
+        try:
+            _append(self._file, line)
+        except OSError as error:
+            logger.warning("the resource ledger %s keeps what has been seen to: %s", self.path, error)
 
     def close(self) -> None:
         """Delete the file if nothing is left of it."""

@@ -152,7 +152,7 @@ class Resources:
         if holding is None:
             self._check_open()
             if self._breakers.is_any_broken:
-                await self._wait_for_a_try({lease.name: lease.spec}, lease.owner, wait_s)
+                wait_s = await self._wait_for_a_try({lease.name: lease.spec}, lease.owner, wait_s)
             if lease.owner:
                 holding = self._desk.held(lease.spec, lease.name, lease.owner)
             if holding is None:
@@ -174,7 +174,7 @@ class Resources:
         """Begin several leases, all of them or none."""
         self._check_open()
         if self._breakers.is_any_broken:
-            await self._wait_for_a_try(specs, owner, wait_s)
+            wait_s = await self._wait_for_a_try(specs, owner, wait_s)
         holdings = self._desk.hold_all(specs, owner=owner)
         if self._places.is_any_fetched and self._places.is_waiting(owner):
             self._desk.give_up_fetched(owner)
@@ -191,14 +191,21 @@ class Resources:
             raise
         return leases
 
-    async def _wait_for_a_try(self, specs: Mapping[str, Spec], owner: str, wait_s: float | None) -> None:
-        """Where starts of such specs kept failing, until it is worth another try; outside of all lines."""
-        wait_s = self._wait_s if wait_s is None else wait_s
+    async def _wait_for_a_try(self, specs: Mapping[str, Spec], owner: str, wait_s: float | None) -> float | None:
+        """Where starts of such specs kept failing, until it is worth another try; outside of all lines.
+
+        Returns how long may be waited from now on.
+        """
+        left_s = wait_s = self._wait_s if wait_s is None else wait_s
+        began = self._clock()
         for name, spec in specs.items():
             if not (owner and self._desk.has(spec, name, owner)):
                 is_there = functools.partial(self._desk.is_there, spec)
-                await self._breakers.ready(spec, owner=owner, wait_s=wait_s, is_there=is_there)
+                await self._breakers.ready(spec, owner=owner, wait_s=left_s, is_there=is_there)
+                if wait_s is not None:  # in whole seconds: those who wait equally long are held in one list
+                    left_s = max(0.0, wait_s - (self._clock() - began) // 1)
         self._check_open()
+        return left_s
 
     # --- ends
 
@@ -234,7 +241,8 @@ class Resources:
         self._turns.close()
         self._sweep.close()
         self._leftovers.close()
-        await self._works.finish(unwanted=self._reaping)
+        looking = (self._reaping, self._leftovers.looking)
+        await self._works.finish(unwanted=[task for task in looking if task is not None])
         await self._instances.close()
         self._ledger.close()
 

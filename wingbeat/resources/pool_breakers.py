@@ -24,6 +24,8 @@ logger = logging.getLogger("wingbeat.resources")
 
 MAX_FAILURES = 5
 COOL_S, MAX_COOL_S = 1.0, 60.0
+TRY_S = 1.0
+"""How long others wait for who went to try, until one of them goes, too: it may have got in line behind many."""
 MAX_KEPT = 256
 """Kinds of starts whose last one failed that are remembered."""
 
@@ -51,11 +53,12 @@ class _Broken:
         when = f"the next try is in {left_s:.2g} s" if left_s else "it is being tried again"
         return f"the last {self.breaker.num_failures} starts of a {spec.title} failed, {when}: {self.fault}"
 
-    def wake(self, fault: ResourceFailed | None = None) -> None:
+    def wake(self, words: str = "") -> None:
+        """To look again; with ``words`` to be told so, each by an error of its own."""
         waiting, self.waiting = self.waiting, {}
         for future in waiting:
             if not future.done():
-                _ = future.set_result(None) if fault is None else future.set_exception(fault)
+                _ = future.set_exception(ResourceFailed(words)) if words else future.set_result(None)
 
 
 class StartBreakers:
@@ -89,7 +92,7 @@ class StartBreakers:
                 raise ResourceWait(f"{spec.title}: waited for {wait_s:.3g} s; {broken.words(spec, now)}")
             if broken.breaker.may_send() and now >= broken.trying_until:
                 if broken.breaker.state is not BreakerState.CLOSED:
-                    broken.trying_until = now + COOL_S
+                    broken.trying_until = now + TRY_S
                 return
             await self._change_of(broken, owner, spec, min(broken.next_try, math.inf if until is None else until) - now)
 
@@ -118,7 +121,7 @@ class StartBreakers:
         for broken in self._broken.values():
             for future, (whose, _) in list(broken.waiting.items()):
                 if owner in (None, whose) and not future.done():
-                    future.set_exception(fault)
+                    future.set_exception(type(fault)(fault.message))
 
     # --- what comes of starts
 
@@ -162,7 +165,7 @@ class StartBreakers:
         if is_probe or (is_open and not was_open):
             logger.warning("%s", words := broken.words(spec, self._clock()))
             broken.trying_until = 0.0
-            broken.wake(ResourceFailed(words))
+            broken.wake(words)
 
     def _abandoned(self, spec: Spec, *, is_probe: bool) -> None:
         broken = self._broken.get(spec.start_key)

@@ -179,12 +179,10 @@ class Instances:
     async def _start(self, tenant: Tenant) -> None:
         """Has the instance in its tenant at once: whoever waits here may be cancelled as it comes."""
         instance = await tenant.backend.start(tenant.spec, started=lambda handle: self._note(tenant, handle))
-        if not tenant.is_given_up:
+        if tenant.is_given_up:  # it went on though it was cancelled
+            await self._returns.close(tenant, instance)
+        else:
             tenant.instance = instance
-            return
-        await instance.close()  # it went on though it was cancelled
-        for handle in tenant.handles:
-            self._ledger.ended(tenant.spec.kind, handle)
 
     def _started(self, slot: Slot, tenant: Tenant) -> None:
         if isinstance(tenant.instance, Immediate):

@@ -44,6 +44,8 @@ class Leftovers:
         self._left: list[_Left] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_looking = False
+        self.looking: asyncio.Task[None] | None = None
+        """The last look; a pool that closes does not wait for it, since the next one goes on with it."""
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class Leftovers:
     def expect(self, backend: Backend, handle: str, *, after_s: float | None = None) -> None:
         """To be ended by its name ``after_s`` from now; None: it was tried just now, and is tried again."""
         due = self._clock() + (RETRY_S if after_s is None else after_s)
-        self._left.append(_Left(backend, handle, due, RETRY_S))
+        self._left.append(_Left(backend, handle, due, 2 * RETRY_S if after_s is None else RETRY_S))
         self.arm()
 
     def arm(self) -> None:
@@ -74,7 +76,7 @@ class Leftovers:
     def _begin(self) -> None:
         self._timer = None
         self._is_looking = True
-        self._works.spawn(self._look(), "leftovers")
+        self.looking = self._works.spawn(self._look(), "leftovers")
 
     async def _look(self) -> None:
         """At those that are due.  Where one cannot be ended, others of its kind are not tried now: its daemon is

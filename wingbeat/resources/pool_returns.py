@@ -12,7 +12,7 @@ from typing import Any
 
 from wingbeat.core.errors import WingbeatError
 from wingbeat.resources.admission import Slot
-from wingbeat.resources.backend import Priced, late_s_of
+from wingbeat.resources.backend import Instance, Priced, late_s_of
 from wingbeat.resources.guard import at_once, guarded
 from wingbeat.resources.ledger import Ledger
 from wingbeat.resources.pool_leftovers import Leftovers
@@ -161,19 +161,23 @@ class Returns:
         assert instance is not None
         if slot.state is ResourceState.QUARANTINED:
             slot.move(ResourceState.CLOSED)
+        await self.close(tenant, instance)
+        if isinstance(instance, Priced):
+            meter.priced.pop(instance, None)
+            meter.ended_cost += instance.cost
+
+    async def close(self, tenant: Tenant, instance: Instance) -> None:
+        """Should that fail it is ended by its name, now or later."""
         try:
             closing = instance.close()
             timeout_s, doing = tenant.spec.close_timeout_s, f"closing a {tenant.spec.title}"
             await guarded(closing, timeout_s=timeout_s, doing=doing, end_s=timeout_s)
         except WingbeatError as fault:
             logger.warning("a resource is ended by its name: %s", fault.message)
-            meter.num_leaked += await self.reap(tenant) if tenant.handles else 1
+            tenant.meter.num_leaked += await self.reap(tenant) if tenant.handles else 1
         else:
             for handle in tenant.handles:
                 self._seen_to(tenant, handle, is_sure=not tenant.is_doubtful)
-        if isinstance(instance, Priced):
-            meter.priced.pop(instance, None)
-            meter.ended_cost += instance.cost
 
     async def reap(self, tenant: Tenant) -> int:
         """End by name what could not be ended otherwise; how much of it may be left."""

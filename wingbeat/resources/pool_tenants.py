@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 from wingbeat.core.errors import WingbeatError
@@ -13,7 +13,7 @@ from wingbeat.resources.stats import Meter
 from wingbeat.resources.turns import Request
 
 UNWANTED_S = 5.0
-"""What a pool that closes gives the ending of what others left: the next pool goes on with it."""
+"""What a pool that closes gives the ending of what others left, or it could not end: the next pool goes on with it."""
 
 
 class Tenant:
@@ -102,12 +102,14 @@ class Works:
         tenant.work = self.spawn(work, name)
         return tenant.work
 
-    async def finish(self, *, unwanted: asyncio.Task[None] | None = None) -> None:
-        """Wait for all of them; what is ``unwanted`` is cut short once it is the only one."""
-        while self.tasks:
-            if self.tasks != {unwanted}:
-                await asyncio.wait(self.tasks - {unwanted})
-            elif unwanted is not None:
-                await asyncio.wait({unwanted}, timeout=UNWANTED_S)
-                unwanted.cancel()
-                await asyncio.wait({unwanted})
+    async def finish(self, *, unwanted: Collection[asyncio.Task[None]] = ()) -> None:
+        """Wait for all of them; those that are ``unwanted`` are cut short once nothing else is left."""
+        while wanted := self.tasks.difference(unwanted):
+            await asyncio.wait(wanted)
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=UNWANTED_S)
+            late = set(self.tasks)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)

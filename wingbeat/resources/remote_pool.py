@@ -131,6 +131,11 @@ class RemotePool:
         return owner in self._fetching
 
     @property
+    def num_fetching(self) -> int:
+        """Owners that fetched something ahead and were not released yet."""
+        return len(self._fetching)
+
+    @property
     def num_leases(self) -> int:
         return sum(len(holding.leases) for holding in self._holdings.values())
 

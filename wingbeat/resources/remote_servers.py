@@ -91,9 +91,14 @@ class Servers:
         return self._clock() - self._looked_at >= every_s
 
     async def _take(self, found: Sequence[str]) -> None:
-        """Have the new ones, and no more those that went with nothing of ours."""
+        """Have the new ones, and no more those that went with nothing of ours: else whoever comes next would be sent
+        there, as nothing was asked of them since."""
         known = {pool.url for pool in self.pools}
-        gone = [pool for pool in self.pools if pool.url not in found and pool.is_away and not pool.num_leases]
+        gone = [
+            pool
+            for pool in self.pools
+            if pool.url not in found and not pool.num_leases and (pool.is_away or not pool.num_fetching)
+        ]
         self.pools = [pool for pool in self.pools if pool not in gone]
         self.pools += [self._make(url) for url in dict.fromkeys(found) if url not in known]
         self._owners = {owner: pool for owner, pool in self._owners.items() if pool not in gone}

@@ -15,7 +15,7 @@ from wingbeat.environments.code_repair.environment import ANSWERS, CodeRepairEnv
 from wingbeat.environments.code_repair.judge import score_box
 from wingbeat.environments.code_repair.programs import programs
 from wingbeat.resources import Box, Mount, ResourceFailed, Resources
-from wingbeat.resources.backends.limits_cgroups import find_homes
+from wingbeat.resources.backends.limits_homes import find_homes
 
 pytestmark = [
     pytest.mark.slow,

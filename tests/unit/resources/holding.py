@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, MEMORY, find_homes
+from wingbeat.resources.backends.limits_homes import CONTROLLERS, MEMORY, find_homes
 
 HOMES = find_homes()
 HOLDS_ALL = set(HOMES.folders) == set(CONTROLLERS)

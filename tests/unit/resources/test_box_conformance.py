@@ -16,7 +16,7 @@ import pytest
 from holding import held
 
 from wingbeat.resources import Instance, Mount, Reuse, SandboxSpec, Spec, SubprocessSpec
-from wingbeat.resources.backends.limits_cgroups import PREFIX, find_homes
+from wingbeat.resources.backends.limits_homes import PREFIX, find_homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Handle, children_of
 from wingbeat.resources.backends.subprocess import SubprocessBackend

@@ -12,7 +12,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from wingbeat.resources import ResourceFailed, reap
-from wingbeat.resources.backends.limits_cgroups import PREFIX, Homes, find_homes, is_abandoned, owner_mark
+from wingbeat.resources.backends.limits_homes import PREFIX, Homes, find_homes, is_abandoned, owner_mark
 from wingbeat.resources.backends.sandbox_means import find_means
 from wingbeat.resources.ledger import Ledger
 

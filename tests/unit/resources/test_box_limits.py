@@ -12,14 +12,8 @@ from wingbeat.core.process_facts import boot_id, start_time
 from wingbeat.resources import DockerSpec, SandboxSpec, SubprocessSpec, UnsupportedField
 from wingbeat.resources.backends.container_spec import check_box
 from wingbeat.resources.backends.limits import MIB, Plan, check_place, plan_limits, stopped_by
-from wingbeat.resources.backends.limits_cgroups import (
-    Counters,
-    Group,
-    GroupLimits,
-    Homes,
-    find_homes,
-    sweep,
-)
+from wingbeat.resources.backends.limits_cgroups import Counters, Group, GroupLimits, sweep
+from wingbeat.resources.backends.limits_homes import Homes, find_homes
 from wingbeat.resources.backends.sandbox_process import Handle
 
 NONE = Homes(0, reason="nothing is mounted")

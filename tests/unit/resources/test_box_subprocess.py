@@ -15,7 +15,7 @@ import pytest
 from holding import HOLDS_ALL
 
 from wingbeat.core.process_facts import start_time
-from wingbeat.resources.backends.limits_cgroups import Homes, owner_mark
+from wingbeat.resources.backends.limits_homes import Homes, owner_mark
 from wingbeat.resources.backends.sandbox_box import BoxInstance
 from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Handle
 from wingbeat.resources.backends.subprocess import SubprocessBackend

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from wingbeat.resources import ResourceFailed, SandboxSpec
-from wingbeat.resources.backends.limits_cgroups import CPUACCT, PIDS, Group, GroupLimits, Homes, find_homes, sweep
+from wingbeat.resources.backends.limits_cgroups import Group, GroupLimits, sweep
+from wingbeat.resources.backends.limits_homes import CPUACCT, PIDS, Homes, find_homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.sandbox_process import Handle
 
@@ -80,7 +81,7 @@ def test_a_process_that_enters_is_found_counted_and_ended_with_its_children(tree
         assert len(group.processes()) == 2
         assert process.pid in group.processes()
         assert _events(folder)["populated"] == "1"
-        assert 0.1 <= group.counters().cpu_s < 60
+        assert 0.09 <= group.counters().cpu_s < 60
         assert not group.remove(), "the kernel holds it while processes are in it"
         assert group.end()
         assert process.wait() == -signal.SIGKILL

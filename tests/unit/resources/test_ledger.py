@@ -149,6 +149,17 @@ def test_a_full_disk_loses_nothing_that_was_noted(tmp_path: Path, monkeypatch: p
     assert lines(tmp_path)[1:] == [{"started": ["fake", "stays"]}, {"started": ["fake", "too"]}]
 
 
+async def test_a_full_disk_keeps_nothing_alive_that_the_dead_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, entries = FakeBackend(), [("fake", "thing 0"), ("fake", "thing 1")]
+    forge(tmp_path, entries=entries, **DEAD)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: 0)
+        assert (await reap(tmp_path, backends={"fake": backend})).gone == tuple(entries)
+    assert backend.reaped == ["thing 0", "thing 1"]
+
+
 def test_a_ledger_that_cannot_be_begun_or_written_anew_is_not_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

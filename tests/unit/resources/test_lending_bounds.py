@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from wingbeat.resources import (
     RaySpec,
     ResourceFailed,
     ResourceLost,
+    Resources,
     ResourceWait,
     SandboxSpec,
     Spec,
@@ -100,6 +103,22 @@ async def test_what_was_fetched_ahead_and_not_leased_counts_until_it_is_released
         with pytest.raises(RequestError, match=r"3 resources .*, and one client may have 2"):
             async with pool.lease_all({name: box_spec() for name in "xyz"}):
                 pass
+
+
+async def test_owners_that_took_all_they_fetched_are_not_kept_though_nobody_releases_them() -> None:
+    now = [0.0]
+    async with Resources(backends={"subprocess": FakeBoxes()}) as pool:
+        config = ResourcesConfig(kinds=["subprocess"], leases_per_client=2, heartbeat_s=1e9)
+        held = grants.Grants(pool, config, clock=lambda: now[0])
+        client = grants.Client("account", "name", quota="quota")
+        for number in range(6):
+            held.prefetch("1" * 32, client, owner=str(number), specs={"": box_spec()})
+            grant = await held.lease(f"{number}" * 32, client, owner=str(number), specs={"": box_spec()}, wait_s=1.0)
+            assert grant is not None
+            await held.end(grant.lease_id, client)
+            now[0] += calls.KEPT_S
+        assert len(held._ahead[client].owners) <= 3  # pyright: ignore[reportPrivateUsage]
+        await held.close()
 
 
 async def test_a_prefetch_that_is_sent_again_fetches_once() -> None:
@@ -270,6 +289,64 @@ async def test_results_are_forgotten_in_time() -> None:
     for late in (kept.once("b", work), kept.unnamed(work)):
         with pytest.raises(ResourceLost, match="the lease is over"):
             await late
+
+
+async def test_a_call_has_its_body_until_it_is_done_though_its_caller_hung_up() -> None:
+    kept, go_on, taken = Calls(), asyncio.Event(), list[str]()
+
+    def hold() -> Callable[[], None]:
+        taken.append("body")
+        return taken.clear
+
+    asked = [asyncio.create_task(kept.once("a", go_on.wait, hold=hold)) for _ in range(2)]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    await asyncio.wait(asked[:1])
+    assert taken == ["body"], "which whoever joins has not"
+    go_on.set()
+    outcome = await asked[1]
+    assert outcome is not None and outcome.result() is True
+    assert taken == []
+
+
+async def test_a_call_that_failed_keeps_nothing_of_what_it_had() -> None:
+    class Body:
+        pass
+
+    kept, bodies = Calls(), list[weakref.ref[Body]]()
+
+    async def work() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise RequestError("not here", param="path")
+
+    for _ in range(2):
+        outcome = await kept.once("a", work)
+        assert outcome is not None
+        with pytest.raises(RequestError, match="not here") as told:
+            outcome.result()
+        assert told.value.param == "path"
+    gc.collect()
+    assert [body() for body in bodies] == [None]
+
+
+async def test_results_are_bounded_in_number_though_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_KEPT", 3)
+    kept, count = Calls(), 0
+
+    async def work() -> bytes:
+        nonlocal count
+        count += 1
+        return b"x"
+
+    for number in range(10):
+        await kept.once(str(number), work, size=len)
+    assert kept.kept_bytes == 3
+    for number in (7, 8, 9):
+        assert await kept.once(str(number), work) is not None
+    with pytest.raises(Exception, match="no longer kept"):
+        await kept.once("6", work)
+    assert count == 10
 
 
 async def test_results_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,10 +32,14 @@ class Breaking(FakeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.is_broken = True
-        self.num_tries = 0
+        self.tried_at: list[float] = []
+
+    @property
+    def num_tries(self) -> int:
+        return len(self.tried_at)
 
     async def start(self, spec: Spec, *, started: Callable[[str], None]) -> Thing:
-        self.num_tries += 1
+        self.tried_at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(0)
         if self.is_broken:
             raise RuntimeError("there is no such image")
@@ -72,6 +77,7 @@ async def test_one_tries_for_all_and_all_are_told(
         results = await asyncio.gather(*(number_of(pool, fake()) for _ in range(20)), return_exceptions=True)
         told = [str(result) for result in results if str(result).startswith("the last")]
         assert len(told) == 19
+        assert len({id(result) for result in results}) == 20, "each has an error of its own"
         words = (
             rf"the last {num_failures} starts of a fake failed, the next try is in 0.0\d* s: .*there is no such image"
         )
@@ -91,12 +97,10 @@ async def test_pauses_grow_and_end_with_a_success(
     monkeypatch.setattr(pool_breakers, "COOL_S", 0.01)
     monkeypatch.setattr(pool_breakers, "MAX_COOL_S", 0.05)
     await break_it(pool, fake())
-    loop, waits = asyncio.get_running_loop(), list[float]()
     for _ in range(4):
-        before = loop.time()
         with pytest.raises(ResourceFailed):
             await number_of(pool, fake())
-        waits.append(loop.time() - before)
+    waits = [after - before for before, after in itertools.pairwise(backend.tried_at[-5:])]
     assert all(wait >= least for wait, least in zip(waits, (0.01, 0.02, 0.04, 0.05), strict=True)), waits
     backend.is_broken = False
     assert await asyncio.gather(*(number_of(pool, fake(limit=1)) for _ in range(5))) == [0, 0, 0, 0, 0]
@@ -153,6 +157,32 @@ async def test_the_wait_for_a_try_ends_with_its_time_its_owner_and_the_pool(
     with pytest.raises(ResourceFailed, match="the resource pool is closed"):
         await several
     assert backend.num_tries == 5
+
+
+async def test_the_wait_for_a_try_is_part_of_the_wait(
+    backend: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_breakers, "COOL_S", 0.02)
+    now, waits = [0.0], list[float | None]()
+
+    async with (
+        asyncio.timeout(20),
+        Resources(Budgets(), backends={"fake": backend}, ledger=tmp_path, clock=lambda: now[0]) as pool,
+    ):
+        await break_it(pool, fake())
+        change_of = pool._turns.change_of
+
+        def noted(request: Any, wait_s: float | None) -> Any:
+            waits.append(wait_s)
+            return change_of(request, wait_s)
+
+        monkeypatch.setattr(pool._turns, "change_of", noted)
+        backend.is_broken = False
+        waiting = asyncio.create_task(number_of(pool, fake(), wait_s=60.0))
+        await asyncio.sleep(0)
+        now[0] = 45.5
+        assert await waiting == 0
+    assert waits == [15.0]
 
 
 async def _several(pool: Resources) -> None:

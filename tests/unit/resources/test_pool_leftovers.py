@@ -20,7 +20,17 @@ from fake_docker import FakeDocker
 from fake_kubernetes import FakeKubernetes
 from test_ledger import DEAD, forge
 
-from wingbeat.resources import Budgets, LocalSpec, Reaped, ResourceFailed, Resources, Reuse, pool_leftovers, reap
+from wingbeat.resources import (
+    Budgets,
+    LocalSpec,
+    Reaped,
+    ResourceFailed,
+    Resources,
+    Reuse,
+    pool_leftovers,
+    pool_tenants,
+    reap,
+)
 from wingbeat.resources.backend import Backend
 from wingbeat.resources.backends.docker import LATE_S, DockerBackend
 from wingbeat.resources.backends.kubernetes import KubernetesBackend
@@ -96,7 +106,7 @@ async def test_a_pool_looks_again_and_does_not_wait_for_it_to_close(tmp_path: Pa
 
 async def test_a_start_that_failed_is_looked_for_again(tmp_path: Path) -> None:
     """A request that broke off may still be carried out."""
-    backend = Late(0.02)
+    backend = Late(0.1)
     backend.at("start", failing(TimeoutError("the daemon did not answer")))
     async with asyncio.timeout(10):
         async with Resources(Budgets(), backends={"fake": backend}, ledger=tmp_path) as pool:
@@ -130,6 +140,31 @@ async def test_what_could_not_be_ended_is_tried_again(tmp_path: Path, monkeypatc
         assert await backend.looks.get() == "thing 0"
     assert backend.alive == {}
     assert os.listdir(tmp_path) == []
+
+
+async def test_a_pool_that_closes_does_not_wait_for_a_daemon_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = asyncio.Event()
+
+    class Hanging(Late):
+        async def reap(self, handle: str) -> bool:
+            if not self.looks.empty():
+                looking.set()
+                await asyncio.Event().wait()
+            self.looks.put_nowait(handle)
+            raise ResourceFailed("the daemon is away")
+
+    monkeypatch.setattr(pool_leftovers, "RETRY_S", 0.0)
+    monkeypatch.setattr(pool_tenants, "UNWANTED_S", 0.01)
+    backend = Hanging(0.0)
+    backend.at("close", failing(RuntimeError("the daemon is away")))
+    async with asyncio.timeout(10):
+        async with Resources(Budgets(), backends={"fake": backend}, ledger=tmp_path) as pool:
+            async with pool.lease(fake(reuse=Reuse.NEVER)):
+                pass
+            await looking.wait()
+    assert (await look(tmp_path, backends={"fake": FakeBackend()})).gone == (("fake", "thing 0"),)
 
 
 async def test_what_is_left_as_the_pool_closes_is_the_next_ones(tmp_path: Path) -> None:
@@ -199,8 +234,32 @@ async def test_a_start_that_goes_on_after_it_was_given_up_is_closed(tmp_path: Pa
                 raise AssertionError("it did not start")
         over.set()
         await closed.wait()
-        async with pool.lease(spec) as lease:
+        async with pool.lease(fake()) as lease:
             assert lease.value.number == 1
+    assert backend.alive == {}
+
+
+async def test_one_that_came_after_it_was_given_up_and_cannot_be_closed_is_ended_by_its_name(tmp_path: Path) -> None:
+    backend, over = Late(0.0), asyncio.Event()
+
+    async def stubborn() -> None:
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                continue
+        backend.alive["thing 0"] = backend.made[0]
+
+    backend.at("start", stubborn)
+    backend.at("close", failing(RuntimeError("the daemon is away")))
+    spec = fake(start_timeout_s=0.01, close_timeout_s=0.01)
+    async with asyncio.timeout(10), Resources(Budgets(), backends={"fake": backend}, ledger=tmp_path) as pool:
+        with pytest.raises(ResourceFailed, match=r"took longer than 0\.01 s"):
+            async with pool.lease(spec):
+                raise AssertionError("it did not start")
+        assert await backend.looks.get() == "thing 0"
+        over.set()
+        assert await backend.looks.get() == "thing 0"
     assert backend.alive == {}
 
 

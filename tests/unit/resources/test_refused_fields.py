@@ -22,7 +22,7 @@ from wingbeat.resources import (
 )
 from wingbeat.resources.backends.docker import DockerBackend
 from wingbeat.resources.backends.kubernetes import KubernetesBackend
-from wingbeat.resources.backends.limits_cgroups import CONTROLLERS, Homes
+from wingbeat.resources.backends.limits_homes import CONTROLLERS, Homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.subprocess import SubprocessBackend
 from wingbeat.resources.specs import BoxSpec, Mount

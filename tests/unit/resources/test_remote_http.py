@@ -63,12 +63,12 @@ async def test_a_break_is_bridged_for_as_long_as_it_lasts_and_not_from_when_the_
         nonlocal count
         count += 1
         if count == 1:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.5)
             assert request.transport is not None
             request.transport.close()
         return web.Response(body=b"here")
 
-    async with scripted(answer) as url, connected(url, retry_budget_s=0.25) as connection:
+    async with scripted(answer) as url, connected(url, retry_budget_s=0.45) as connection:
         assert await connection.send("GET", "/status") == b"here"
     assert count == 2
 

@@ -68,6 +68,15 @@ async def test_it_asks_now_and_then_while_all_answer_and_soon_while_one_does_not
     await known.close()
 
 
+async def test_nobody_is_sent_to_one_that_is_gone_and_that_nobody_asked_since() -> None:
+    clock = Clock()
+    known = servers(["http://b"], clock, asked=[])
+    clock.now = 60.0
+    await known.look()
+    assert known.of("owner").url == "http://b"
+    await known.close()
+
+
 @pytest.mark.parametrize("found", [[], WingbeatError("the server is away")])
 async def test_those_that_are_known_stay_where_nobody_can_tell(found: Sequence[str] | WingbeatError) -> None:
     clock, asked = Clock(), list[float]()

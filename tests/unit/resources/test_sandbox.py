@@ -20,7 +20,7 @@ from holding import held
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources.backends import default_backends, sandbox_box
-from wingbeat.resources.backends.limits_cgroups import Homes
+from wingbeat.resources.backends.limits_homes import Homes
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.backends.sandbox_box import BoxInstance
 from wingbeat.resources.backends.sandbox_process import Handle, children_of, strays_of
@@ -407,7 +407,7 @@ async def test_without_control_groups_it_works_with_limits_of_processes() -> Non
 
 WITHOUT_USERS = """
 import asyncio, json
-from wingbeat.resources.backends.limits_cgroups import Homes, PIDS
+from wingbeat.resources.backends.limits_homes import Homes, PIDS
 from wingbeat.resources.backends.sandbox import SandboxBackend
 from wingbeat.resources.specs import SandboxSpec, UnsupportedField
 

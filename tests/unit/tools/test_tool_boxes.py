@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wingbeat.resources import ResourceFailed, ResourceLost, Resources, SandboxSpec, SubprocessSpec
-from wingbeat.resources.backends.limits_cgroups import MEMORY, find_homes
+from wingbeat.resources.backends.limits_homes import MEMORY, find_homes
 from wingbeat.resources.boxes import Box, Finished
 from wingbeat.tools import EpisodeTools, Fault, Toolbox, ToolResult, file_tools, python_tool, shell_tool
 

@@ -20,7 +20,6 @@ from wingbeat.resources.backends import container_scripts as scripts
 from wingbeat.resources.backends.container_box import Channel, ContainerBox
 from wingbeat.resources.backends.container_spec import check_box, disk_parts, environment_of
 from wingbeat.resources.backends.container_threads import Threads
-from wingbeat.resources.backends.docker_exec import start_exec
 from wingbeat.resources.specs import ResourceFailed, ResourceLost, Reuse, Spec, UnsupportedField
 from wingbeat.resources.specs_remote import DockerSpec, Pull
 
@@ -29,6 +28,8 @@ try:
     from docker.errors import APIError, DockerException, ImageNotFound, NotFound
     from docker.types import LogConfig, Mount, Ulimit
     from docker.utils import parse_repository_tag
+
+    from wingbeat.resources.backends.docker_exec import start_exec
 except ModuleNotFoundError as error:
     raise DependencyMissing("kind 'docker' needs the docker package: pip install 'wingbeat[docker]'") from error
 

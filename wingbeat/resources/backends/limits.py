@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from wingbeat.core.errors import ConfigError
-from wingbeat.resources.backends.limits_cgroups import CPU, CPUACCT, MEMORY, PIDS, Counters, GroupLimits, Homes
+from wingbeat.resources.backends.limits_cgroups import Counters, GroupLimits
+from wingbeat.resources.backends.limits_homes import CPU, CPUACCT, MEMORY, PIDS, Homes
 from wingbeat.resources.specs import BoxSpec, UnsupportedField
 
 MIB: Final = 2**20
 NPROC_KERNEL: Final = (5, 14)
 """Since then each user namespace counts its own processes."""
 SIGXCPU, SIGXFSZ = 24, 25
+DELEGATE: Final = "let this user make control groups (systemd-run --user --scope -p Delegate=yes COMMAND)"
 
 _SIGNS = {
     "file": (b"File too large",),
@@ -63,7 +65,7 @@ def plan_limits(spec: BoxSpec, homes: Homes, *, pids: int | None, uncounted: str
         ("cpu_s", CPUACCT, "command_timeout_s bounds each command instead"),
     ):
         if getattr(spec, name) is not None and controller not in homes:
-            raise UnsupportedField(spec.kind, name, f"{why}; {instead}, or let this user make control groups")
+            raise UnsupportedField(spec.kind, name, f"{why}; {instead}, or {DELEGATE}")
     has_pids_group = pids is not None and PIDS in homes
     if pids is not None and not has_pids_group:
         which = f"{pids} processes, as the spec says" if spec.pids is not None else f"{pids} processes, its default"

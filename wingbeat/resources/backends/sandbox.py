@@ -17,7 +17,8 @@ from typing import ClassVar
 
 from wingbeat.core.errors import ConfigError
 from wingbeat.resources.backends.limits import Plan, check_place, plan_limits
-from wingbeat.resources.backends.limits_cgroups import Homes, find_homes, sweep
+from wingbeat.resources.backends.limits_cgroups import sweep
+from wingbeat.resources.backends.limits_homes import Homes, find_homes
 from wingbeat.resources.backends.sandbox_box import BoxInstance, Opening, start_box
 from wingbeat.resources.backends.sandbox_means import INIT_AT, PATH, Means, find_means, programs
 from wingbeat.resources.backends.sandbox_process import BoxProcess, Launch, environment, not_started, reap_box

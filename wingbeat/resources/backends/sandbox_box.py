@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wingbeat.resources.backends.limits import Plan, stopped_by
-from wingbeat.resources.backends.limits_cgroups import Counters, Group, Homes
+from wingbeat.resources.backends.limits_cgroups import Counters, Group
+from wingbeat.resources.backends.limits_homes import Homes
 from wingbeat.resources.backends.sandbox_channel import Channel
 from wingbeat.resources.backends.sandbox_process import BoxProcess, Launch
 from wingbeat.resources.boxes import Finished, check_bytes, check_run

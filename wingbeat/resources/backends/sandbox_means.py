@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wingbeat.core.errors import ConfigError
-from wingbeat.resources.backends.limits_cgroups import Homes, hint_of
+from wingbeat.resources.backends.limits_homes import Homes, hint_of
 from wingbeat.resources.backends.sandbox_root import INSIDE, TMP, isolation, system
 from wingbeat.resources.specs import ResourceFailed
 
@@ -78,7 +78,8 @@ def find_means(homes: Homes) -> Means:
         faults[has_users] = fault
     raise ConfigError(
         f"resource kind 'sandbox': bwrap cannot make sandboxes here: {faults.get(False, faults[True])}; user namespaces"
-        " must be allowed, and a python3 (3.9 or newer) be there that every user may run"
+        " must be allowed (sysctl kernel.apparmor_restrict_unprivileged_userns=0 where that is 1, as on Ubuntu), and a"
+        " python3 (3.9 or newer) be there that every user may run"
     )
 
 

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wingbeat.core.process_facts import boot_id, facts_of, process_ids, start_time
-from wingbeat.resources.backends.limits_cgroups import Group, hint_of
+from wingbeat.resources.backends.limits_cgroups import Group
+from wingbeat.resources.backends.limits_homes import hint_of
 from wingbeat.resources.specs import ResourceFailed
 
 logger = logging.getLogger("wingbeat.resources")

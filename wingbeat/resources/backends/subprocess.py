@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from wingbeat.resources.backends.limits import Plan, plan_limits
-from wingbeat.resources.backends.limits_cgroups import Homes, find_homes, is_abandoned, owner_mark, sweep
+from wingbeat.resources.backends.limits_cgroups import sweep
+from wingbeat.resources.backends.limits_homes import Homes, find_homes, is_abandoned, owner_mark
 from wingbeat.resources.backends.sandbox_box import BoxInstance, Opening, start_box
 from wingbeat.resources.backends.sandbox_process import FOLDER_PREFIX, Launch, environment, not_started, reap_box
 from wingbeat.resources.specs import Spec, SubprocessSpec, UnsupportedField

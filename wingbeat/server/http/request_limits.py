@@ -81,6 +81,12 @@ class BodyHold:
         self._limits.bodies.take(self._client, size)
         self._held += size
 
+    def move(self) -> BodyHold:
+        """Of the same bytes, which somebody has longer than the request lasts."""
+        moved = BodyHold(self._limits, self._client)
+        moved._held, self._held = self._held, 0
+        return moved
+
     def release(self) -> None:
         """It has been read; twice is harmless."""
         if self._held:

@@ -110,6 +110,13 @@ def release_body(request: Request) -> None:
         hold.release()
 
 
+def keep_body(request: Request) -> Callable[[], None]:
+    """Its body counts until what is returned is called: a call has it for as long as it runs, though its caller may
+    have hung up long before."""
+    hold = request.scope.get(BODY_HOLD)
+    return (lambda: None) if hold is None else hold.move().release
+
+
 def as_answer(error: ConfigError) -> WingbeatError:
     """A spec that cannot be leased is a fault of the request, though in a process of one's own one of the setup."""
     fault = coded(400, error.code, error.message)

@@ -13,6 +13,8 @@ class Fetched:
     """Of one owner, until it is released."""
 
     since: float
+    asked_at: float
+    """The last time."""
     count: int = 0
     """In its client's quota: no less than the pool has."""
     calls: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])

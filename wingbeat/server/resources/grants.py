@@ -22,7 +22,7 @@ from wingbeat.core.config.resources import ResourcesConfig
 from wingbeat.core.errors import ConflictError, WingbeatError
 from wingbeat.core.lending_protocol import POLL_S, SILENT_HEARTBEATS
 from wingbeat.resources import Lease, ResourceFailed, ResourceLost, Resources, Spec
-from wingbeat.server.resources.calls import Calls
+from wingbeat.server.resources.calls import KEPT_S, Calls, again
 from wingbeat.server.resources.fetched import Ahead, Fetched
 from wingbeat.server.resources.limits import LendingLimits
 
@@ -143,7 +143,7 @@ class Grants:
         grant = self._grants.get(lease_id)
         if grant is None:
             if lease_id in self._ended:
-                raise _again(self._ended[lease_id])
+                raise again(self._ended[lease_id])
             self._check_open()
             self._take(client, owner, specs)
             grant = self._begin(lease_id, client, owner=owner, specs=specs, wait_s=wait_s)
@@ -160,7 +160,7 @@ class Grants:
             grant.num_polls -= 1
             grant.seen_at = self._clock()
         if grant.held_since is None:
-            raise _again(self._ended[lease_id])
+            raise again(self._ended[lease_id])
         return grant
 
     def _begin(
@@ -300,7 +300,9 @@ class Grants:
             raise
         now = self._clock()
         ahead = self._ahead.setdefault(client, Ahead(seen_at=now))
-        ahead.owners.setdefault(owner, Fetched(since=now)).add(call_id, len(specs))
+        fetched = ahead.owners.setdefault(owner, Fetched(since=now, asked_at=now))
+        fetched.asked_at = now
+        fetched.add(call_id, len(specs))
 
     def heartbeat(self, client: Client, lease_ids: tuple[str, ...]) -> dict[str, str]:
         """Those of the leases that are over, with the reason."""
@@ -382,26 +384,26 @@ class Grants:
         return count > self._quota.room(client.quota)
 
     def _recount(self) -> None:
-        """What was fetched ahead counts until it is released; some of it may be leased by now, or given up."""
-        for client, ahead in self._ahead.items():
-            for owner, fetched in ahead.owners.items():
+        """What was fetched ahead counts until it is released; some of it may be leased by now, or given up.
+
+        An owner with nothing of it is forgotten, once its request cannot come again: whoever takes all that it fetches
+        and releases nobody would have more and more of them.
+        """
+        now = self._clock()
+        for client, ahead in list(self._ahead.items()):
+            for owner, fetched in list(ahead.owners.items()):
                 count = len(self._pool.fetched(client.owner(owner)))
                 if count < fetched.count:
                     self._quota.give(client.quota, fetched.count - count)
                     fetched.count = count
+                if not count and now - fetched.asked_at > KEPT_S:
+                    self._forget_fetched(client, owner)
 
     def _note(self, lease_id: str, fault: WingbeatError) -> None:
-        self._ended[lease_id] = _again(fault)
+        self._ended[lease_id] = again(fault)
         self._ended.move_to_end(lease_id)
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-
-
-def _again(fault: WingbeatError) -> WingbeatError:
-    """The same fault without the frames that it went through, and what they hold."""
-    fresh = type(fault).__new__(type(fault), *fault.args)
-    fresh.__dict__.update(fault.__dict__)
-    return fresh
 
 
 _UNKNOWN = "this resources server has no such lease; it may have been started anew"

@@ -33,7 +33,7 @@ from wingbeat.core.lending_protocol import (
 )
 from wingbeat.core.protocol import CLIENT_HEADER, MAX_NAME, Wire
 from wingbeat.core.resource_reports import ResourceStatus
-from wingbeat.resources import Finished, ResourceFailed, ResourceLost, Resources, Spec
+from wingbeat.resources import Finished, ResourceLost, Resources, Spec
 from wingbeat.resources.backends.endpoint import Endpoint
 from wingbeat.resources.backends.endpoint_calls import Answer
 from wingbeat.resources.backends.endpoint_http import message
@@ -45,6 +45,7 @@ from wingbeat.server.resources.exchange import (
     call_id_of,
     in_time,
     json_answer,
+    keep_body,
     long_answer,
     observed,
     parsed,
@@ -303,14 +304,12 @@ class Routes:
     ) -> Any:
         """The result of a call, begun or joined; None while it runs (``whole``: wait for its end)."""
         while True:
-            once = grant.calls[index].once(call_id, lambda: observed(begin), size=size)
-            task = await unless_gone(request, once)
+            once = grant.calls[index].once(call_id, lambda: observed(begin), size=size, hold=lambda: keep_body(request))
+            outcome = await unless_gone(request, once)
             if grant.over.is_set():
                 raise ResourceLost(grant.reason)
-            if task is not None:
-                if task.cancelled():
-                    raise ResourceFailed("the call was cancelled")
-                return task.result()
+            if outcome is not None:
+                return outcome.result()
             if not whole:
                 return None
 
