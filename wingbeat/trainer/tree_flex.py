@@ -33,10 +33,8 @@ class FlexUnusable(Exception):
 @functools.cache
 def _compiled() -> Any:
     """One kernel for all tree sizes: with static shapes every new size would compile again."""
-    from torch._dynamo import config  # the compiler takes a second to load
-
-    config.recompile_limit = max(config.recompile_limit, _MAX_KERNELS)
-    return torch.compile(flex_attention, dynamic=True)
+    compile_: Any = torch.compile  # whose overloads leave out the limit
+    return compile_(flex_attention, dynamic=True, recompile_limit=_MAX_KERNELS)
 
 
 class FlexAttention:

@@ -150,11 +150,15 @@ class _Watch:
         self._attend = attend
         self.windows: list[int | None] = []
         self.unknown: set[str] = set()
+        self._tried: set[tuple[Any, ...]] = set()
+        """What FlexAttention was asked to compile: layers may differ in their heads and windows."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, layer: int, scaling: float, extra: dict[str, Any]
     ) -> Tensor:
-        if not self.windows and isinstance(self._attend, FlexAttention):
+        kind = (query.shape, key.shape, value.shape, extra.get("sliding_window"))
+        if isinstance(self._attend, FlexAttention) and kind not in self._tried:
+            self._tried.add(kind)
             self._attend.try_out(query, key, value, layer=layer, scaling=scaling, extra=extra)
         self.windows.append(extra.get("sliding_window"))
         self.unknown |= {k for k, v in extra.items() if k not in _HONOURED and v is not None and v is not False}

@@ -35,8 +35,8 @@ RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STALL_S = 60.0
 TROUBLE_S = 60.0
 """Without a byte that control takes, after which people are told."""
-FINAL_TRIES = 3
-"""Refusals in a row that are the last word: a proxy that has just started may say no once, too."""
+FINAL_S = 30.0
+"""Refusals in a row for so long are the last word: while control starts again, a proxy before it may say no, too."""
 TOO_LARGE = 413
 LATER = (408, 425, 429)
 """Of the answers that blame the request, those that another time may get another one."""
@@ -90,7 +90,7 @@ class Uploads:
                 if found >= file.size_bytes:
                     return
                 if found > offset:
-                    patience.moved()
+                    patience.moved(found)
                 else:
                     pause_s = patience.failed("it lacks what it was sent")
                 offset = found
@@ -155,24 +155,31 @@ class _Patience:
         self._on_trouble = on_trouble
         self._clock = clock
         self._moved_s = clock()
-        self._failures = self._refusals = 0
-        """Both in a row."""
+        self._furthest = 0
+        """Bytes that control had at most."""
+        self._failures = 0
+        """In a row."""
+        self._refused_s: float | None = None
+        """When the first of the refusals in a row came; None: the last answer was none."""
         self._is_told = False
 
-    def moved(self) -> None:
-        """Control took some of it."""
-        self._failures = self._refusals = 0
-        self._moved_s = self._clock()
+    def moved(self, offset: int) -> None:
+        """Control took some of it; what it takes again, as it came damaged, brings the file no nearer."""
+        self._failures, self._refused_s = 0, None
+        if offset > self._furthest:
+            self._furthest, self._moved_s = offset, self._clock()
 
     def failed(self, why: str) -> float:
         """Seconds until the next try."""
-        self._refusals = 0
+        self._refused_s = None
         return self._pause(why)
 
     def refused(self, why: str) -> float:
         """Seconds until the next try; raises UploadRefused where there is none."""
-        self._refusals += 1
-        if self._refusals >= FINAL_TRIES:
+        now = self._clock()
+        if self._refused_s is None:
+            self._refused_s = now
+        elif now - self._refused_s >= FINAL_S:
             raise UploadRefused(f"cannot bring {self._what}: {why}")
         return self._pause(why)
 

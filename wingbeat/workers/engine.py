@@ -141,8 +141,8 @@ class EngineWorker:
         self._live: dict[str, ModelHost] = {}
         self._pinned: dict[tuple[str, int], ModelHost] = {}
         self._flights: dict[str, Flight] = {}
-        self._overflown: dict[str, tuple[int, int]] = {}
-        """By policy: version and lineage that gave logits without a number, as was said already."""
+        self._overflown: set[tuple[str, int, int]] = set()
+        """Policy, version and lineage that gave logits without a number, as this control was told already."""
         self._busy_s = 0.0
         self._stopped = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -233,10 +233,11 @@ class EngineWorker:
 
     def _tell_overflow(self, flight: Flight, event: TokenEvent) -> None:
         """Each call is answered; that the weights may be broken is said besides, once for each version."""
-        sampled_by = (event.policy_version, flight.model.lineage if event.lineage is None else event.lineage)
-        if self._overflown.get(flight.policy) == sampled_by:
+        lineage = flight.model.lineage if event.lineage is None else event.lineage
+        sampled_by = (flight.policy, event.policy_version, lineage)
+        if sampled_by in self._overflown:
             return
-        self._overflown[flight.policy] = sampled_by
+        self._overflown.add(sampled_by)
         logger.warning("a reply of %s failed: %s", flight.policy, event.error)
         self._send(Failed(policy=flight.policy, command="generate", error=f"{event.error}; {DIVERGED}"))
 
@@ -252,6 +253,7 @@ class EngineWorker:
         if self._backend is None:
             self._backend = build_backend(welcome, send=self._send)
         self._specs = {spec.name: spec for spec in welcome.policies}
+        self._overflown.clear()
         if self._pulls is not None:
             self._receiver.remote = self._pulls.remote(message.welcome, self._host_id)
         for name in [n for n in self._live if n not in self._specs]:

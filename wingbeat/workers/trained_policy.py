@@ -88,6 +88,7 @@ class TrainedPolicy:
         self.refusal: UploadRefused | None = None
         """Why what was published last reaches nobody, if it does not."""
         self._last_refusal: UploadRefused | None = None
+        """What control was told: the publishing thread's word of it may come after the next version has begun."""
         self._last_done: StepDone | None = None
         self._last_published: Published | None = None
 

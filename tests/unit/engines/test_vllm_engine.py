@@ -575,13 +575,15 @@ FITTING = {
         ({"--speculative-config": "set"}, "", "expected --speculative-config none, got set"),
         ({}, "0123456789abcdef01", "trained before \\(checksum 0123456789abcdef\\)"),
         (None, "", "another release of Wingbeat: start it anew"),
+        ({"--dtype": None}, "", "another release of Wingbeat: start it anew"),
     ],
 )
 def test_a_running_server_is_asked_how_it_was_started(
     changed: dict[str, Any] | None, loaded: str, said: str, tmp_path: Path
 ) -> None:
     spec = ServerSpec(tmp_path, "float32", 64, 4, 512, 16, adapters=2, adapter_rank=8)
-    about = {} if changed is None else {"flags": FITTING | changed, "loaded": loaded}
+    flags = {name: value for name, value in (FITTING | (changed or {})).items() if value is not None}
+    about = {} if changed is None else {"flags": flags, "loaded": loaded}
     with pytest.raises(SetupError, match=said) if said else contextlib.nullcontext():
         check_running("http://here", root=str(tmp_path), about=about, spec=spec, needs_base=True)
 

@@ -488,3 +488,7 @@ async def test_weights_that_are_late_are_waited_for_and_refused_ones_end_trainin
     course.trainer().join()
     trainer.failed(Failed("solver", "publish_weights", "404", final=True))
     assert trainer.is_cut_off and course.host.halted.endswith("no engine would get its weights: 404")
+    trainer.left()
+    assert trainer.is_cut_off, "its end brings them to nobody"
+    course.trainer().join()
+    assert not trainer.is_cut_off

@@ -117,7 +117,8 @@ class Site:
     files: WeightFiles
     held: list[Manifest]
     faults: set[int] = field(default_factory=set[int])
-    """Which uploads answer 500."""
+    """Which uploads are answered by ``fault``."""
+    fault: int = 500
     num_puts: int = 0
     max_body_bytes: int = 2**30
 
@@ -158,7 +159,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         found.num_puts += request.method == "PUT"
         if int(request.headers.get("content-length", 0)) > found.max_body_bytes:
             return Response(status_code=413)
-        return Response(status_code=500) if found.num_puts in found.faults else await call_next(request)
+        return Response(status_code=found.fault) if found.num_puts in found.faults else await call_next(request)
 
     app.add_exception_handler(WingbeatError, answer)
     server = uvicorn.Server(uvicorn.Config(app, loop="none", lifespan="off", log_level="warning"))
@@ -356,6 +357,21 @@ async def test_people_are_told_of_an_upload_that_does_not_move_and_it_goes_on(
     assert said == f"cannot bring {NAME} to {site.url} for 60 s, and goes on trying: it answers 500"
 
 
+async def test_people_are_told_of_a_file_that_comes_damaged_each_time(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first part arrives again and again."""
+    monkeypatch.setattr(upload, "RETRY_S", (0.01,))
+    monkeypatch.setattr(upload, "PART_BYTES", len(DATA) // 2)
+    manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    (tmp_path / "trainer" / NAME).write_bytes(DATA[::-1])
+    times = iter(range(0, 10**6, 5))
+    uploads = upload.Uploads(site.url, "worker-key", clock=lambda: float(next(times)))
+    told: list[str] = []
+    assert not await asyncio.to_thread(uploads.carry, manifest, lambda: not told, told.append)
+    assert len(told) == 1 and "goes on trying" in told[0]
+
+
 @pytest.mark.parametrize(("key", "limit", "said"), [("admin-key", 2**30, "403 "), ("worker-key", 100, "413")])
 async def test_what_control_never_takes_is_not_tried_for_ever(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, limit: int, said: str
@@ -363,9 +379,24 @@ async def test_what_control_never_takes_is_not_tried_for_ever(
     monkeypatch.setattr(upload, "RETRY_S", (0.01,))
     site.max_body_bytes = limit
     manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    times = iter(range(0, 1000, 10))
+    uploads = upload.Uploads(site.url, key, clock=lambda: float(next(times)))
     with pytest.raises(upload.UploadRefused, match=f"it answers {said}"):
-        await asyncio.to_thread(upload.Uploads(site.url, key).carry, manifest, lambda: True)
-    assert site.num_puts <= upload.FINAL_TRIES + 6
+        await asyncio.to_thread(uploads.carry, manifest, lambda: True)
+    assert 2 <= site.num_puts <= 3 + 6, "a few of them, and those of parts that were halved"
+
+
+async def test_who_says_no_for_a_while_only_is_asked_again(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy does while control starts again."""
+    monkeypatch.setattr(upload, "RETRY_S", (0.01,))
+    monkeypatch.setattr(upload, "PART_BYTES", len(DATA) // 2)
+    site.faults, site.fault = {1, 2, 3, 5, 6, 7}, 404
+    manifest = published(tmp_path / "trainer", host_id="elsewhere")
+    times = iter(range(0, 1000, 4))
+    uploads = upload.Uploads(site.url, "worker-key", clock=lambda: float(next(times)))
+    assert await asyncio.to_thread(uploads.carry, manifest, lambda: True)
 
 
 async def test_weights_that_are_gone_end_the_upload(site: Site, tmp_path: Path) -> None:

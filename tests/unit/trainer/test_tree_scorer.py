@@ -161,6 +161,24 @@ def test_without_a_compiler_trees_attend_by_products_and_say_so(
         _trees(build_model("qwen3"), backend="flex")
 
 
+def test_every_kind_of_layer_is_compiled_before_training(
+    build_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads or a window of later layers may be too much for the device, where those of the first one are not."""
+    tried: list[Any] = []
+
+    def compile_first(query: Any, key: Any, value: Any, *, block_mask: Any, **_: Any) -> Any:
+        tried.append(block_mask)
+        if block_mask is not tried[0]:
+            raise RuntimeError("out of resource: shared memory")
+        return query + 0.0 * (key.sum() + value.sum())
+
+    monkeypatch.setattr(tree_flex, "_compiled", lambda: compile_first)
+    monkeypatch.setattr(tree_scorer, "_resolved", lambda *_, **__: "flex")
+    made = _trees(build_model("gemma3"), backend="auto")
+    assert len(tried) == 3 and (made.backend, made.unsupported) == ("auto", None)
+
+
 def _gradient_pass(model: Any, config: TrainerConfig) -> GradientPass:
     return GradientPass(
         LogprobModel(model, chunk_tokens=8),

@@ -520,12 +520,15 @@ def test_weights_that_overflow_are_said_once_for_each_version_besides_the_replie
             [generate("a"), generate("b"), generate("c", stream=True)],
             [UpdateWeights(weights[1])],
             [generate("d")],
+            [driver.welcome],  # of a control that has not heard of it
+            [UpdateWeights(weights[1]), generate("f")],
             [UpdateWeights(weights[2])],
             [generate("e")],
         )
-    for name in "abcd":
+    for name in "abcdf":
         assert driver.chunks(name)[-1].finish is FinishReason.ERROR and not driver.chunks(name)[-1].token_ids
     assert driver.chunks("e")[-1].finish is FinishReason.LENGTH
-    first, second = driver.of(Failed)
+    first, second, again = driver.of(Failed)
     assert (first.policy, first.command, first.final) == ("solver", "generate", False)
     assert "non-finite logits at policy version 1" in first.error and "version 2" in second.error
+    assert again == second

@@ -30,19 +30,20 @@ def check_running(
             f"expected the server at {address} to serve the model in {spec.model}, got {root}: start it with"
             f" --model {spec.model}"
         )
-    if not {"flags", "loaded"} <= about.keys():
-        raise SetupError(f"the server at {address} was started by another release of Wingbeat: start it anew")
-    flags = about["flags"]
-    faults = [*_other_values(flags, spec), *_too_small(flags, spec)]
+    try:
+        flags, loaded = about["flags"], str(about["loaded"])
+        faults = [*_other_values(flags, spec), *_too_small(flags, spec)]
+    except KeyError:
+        raise SetupError(f"the server at {address} was started by another release of Wingbeat: start it anew") from None
     if faults:
         raise SetupError(
             f"the server at {address} was not started as the policy needs it: {'; '.join(faults)}. Start it as"
             " docs/howto/vllm.md says"
         )
-    if needs_base and about["loaded"]:
+    if needs_base and loaded:
         raise SetupError(
-            f"the server at {address} holds weights that were trained before (checksum {about['loaded'][:16]}) in place"
-            f" of those in {spec.model}: start it anew"
+            f"the server at {address} holds weights that were trained before (checksum {loaded[:16]}) in place of those"
+            f" in {spec.model}: start it anew"
         )
 
 

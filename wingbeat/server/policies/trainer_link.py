@@ -69,7 +69,7 @@ class TrainerLink:
         self.problem = ""
         """What keeps it from going on although nothing has failed for good."""
         self.is_cut_off = False
-        """Nobody receives its weights, now or later."""
+        """Nobody receives its weights, now or later; until a trainer comes whose weights are there."""
         self.warnings: list[str] = []
         """Checkpoints that it could not use."""
         self._unsaved = 0
@@ -138,7 +138,8 @@ class TrainerLink:
             return
         self._send = self._proposal = self._waiting = None
         self._given = ""
-        self._publishes()
+        if not self.is_cut_off:  # which its end does not mend
+            self._publishes()
         self._host.become(TrainerState.ABSENT)
         for future in self._exports.values():
             if not future.done():
@@ -154,6 +155,7 @@ class TrainerLink:
         if self._rollback is not None:
             self._waiting = message
             return
+        self._publishes()
         host, step, lineage = self._host, message.step, message.manifest.lineage
         self._emit("trainer_ready", step=step, version=host.version)
         self._tell_of_damage(message)
