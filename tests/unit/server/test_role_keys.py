@@ -112,6 +112,28 @@ def test_keys_of_the_file_expire_and_are_revoked_while_the_server_runs(tmp_path:
         keys.require(by(key), MAY_RUN_AGENTS)
 
 
+def test_a_file_that_could_not_be_read_is_read_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    record, key = file.create(NewKey(Role.CLIENT))
+    keys = KeyRing.of("admin-key", "worker-key", file=file)
+    file.revoke(record.id)
+
+    def fail(path: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", fail)
+        keys.refresh()
+        keys.refresh()
+    assert keys.principal(by(key)).role is Role.CLIENT
+    assert [entry.getMessage().count("Too many open files") for entry in caplog.records] == [1], "told once"
+    keys.refresh()
+    with pytest.raises(AuthenticationError, match="was revoked"):
+        keys.principal(by(key))
+
+
 def test_a_ring_that_closed_never_opens_again(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json")
     keys = KeyRing.of(None, "worker-key", file=file)

@@ -93,6 +93,8 @@ class KeyRing:
         self._fixed = {key: _Known(principal) for key, principal in fixed.items()}
         self._known: Mapping[str, _Known] = self._fixed
         self._stamp: tuple[int, int, int] | None = None
+        self._said = ""
+        """Of the key file, as long as it cannot be read."""
         if file is not None:
             self._stamp = file.stamp()
             self._take(file.read())
@@ -121,11 +123,16 @@ class KeyRing:
         """Read the key file again if it changed; a damaged one changes nothing and is told once."""
         if self.file is None or (stamp := self.file.stamp()) == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._take(self.file.read())
+            self._said = ""
         except SetupError as error:
-            logger.error("%s; the keys stay as they were", error)
+            if error.message != self._said:
+                logger.error("%s; the keys stay as they were", error)
+            self._said = error.message
+            if isinstance(error.__cause__, OSError):
+                return  # not read, and perhaps readable the next time: a revoked key must not live on
+        self._stamp = stamp
 
     def principal(self, headers: Mapping[str, str], *, path_key: str = "") -> Principal:
         """Who calls; the key of the path goes before those of the headers.
