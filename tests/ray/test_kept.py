@@ -12,10 +12,11 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayError
 
+from wingbeat.core import deaths
 from wingbeat.core.config import Config
+from wingbeat.core.deaths import MAX_DEATHS
 from wingbeat.core.errors import SetupError
-from wingbeat.deploy import children
-from wingbeat.deploy.children import MAX_DEATHS, ChildSpec, ChildState
+from wingbeat.deploy.children import ChildSpec, ChildState
 from wingbeat.deploy.devices import Needs
 from wingbeat.deploy.processes import Kept
 from wingbeat.deploy.ray import kept as kept_module
@@ -97,7 +98,7 @@ def states() -> list[ChildState]:
 def keep(monkeypatch: pytest.MonkeyPatch, states: list[ChildState]) -> Callable[..., RayKept]:
     def make(script: Script, **more: Any) -> RayKept:
         monkeypatch.setattr(kept_module, "POLL_S", 0.0)
-        monkeypatch.setattr(children, "BACKOFF_S", (0.0,) * MAX_DEATHS)
+        monkeypatch.setattr(deaths, "BACKOFF_S", (0.0,) * MAX_DEATHS)
         monkeypatch.setattr(kept_module, "placement_group", script.placement_group)
         monkeypatch.setattr(kept_module, "remove_placement_group", script.given_back.append)
         monkeypatch.setattr(kept_module, "live_nodes", lambda: [HERE])

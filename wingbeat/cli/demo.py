@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -16,6 +17,7 @@ from rich.table import Table
 from wingbeat.cli.plots import plot_run
 from wingbeat.cli.program import program
 from wingbeat.cli.progress import RunProgress, draw_curve
+from wingbeat.cli.run import INTERRUPTED
 from wingbeat.core.config import Config
 from wingbeat.core.errors import SetupError
 from wingbeat.dataflow.evaluation import EvaluationResult
@@ -122,7 +124,9 @@ def run_demo(*, seed: int, control: str, json_output: bool, directory: Path) -> 
         )
         result = run_plan(plan)
     if not result.complete:
-        raise SetupError(f"the demo was interrupted; what it did so far is in {result.run_dir}")
+        left = f"; what it did so far is in {result.run_dir}" if result.run_dir.exists() else " before it began"
+        typer.echo(f"the demo was interrupted{left}", err=True)
+        raise typer.Exit(INTERRUPTED)
     before, after = result.evaluation("before"), result.evaluation("after")
     if before is None or after is None:
         raise SetupError(f"the demo could not be evaluated; see {result.run_dir}/logs")

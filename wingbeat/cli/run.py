@@ -70,7 +70,8 @@ def run_serve(config: Config, config_dir: Path, resume: Path | None, place: Make
     command = "serve" if place is None else "deploy ray"
     place = place or this_machine
     run_dir = run_server(config, config_dir, resume=resume, on_ready=_announce, on_note=note, place=place)
-    typer.echo(f"stopped; continue with {program()} {command} --resume {run_dir}", err=True)
+    how = f"; continue with {program()} {command} --resume {run_dir}" if run_dir.exists() else " before it served"
+    typer.echo(f"stopped{how}", err=True)
 
 
 def train(
@@ -111,6 +112,9 @@ def run_train(
             place=place or this_machine,
         )
         result = run_plan(plan)
+    if not result.complete and not result.run_dir.exists():
+        typer.echo("interrupted before the run began; nothing is left of it", err=True)
+        raise typer.Exit(INTERRUPTED)
     if json_output:
         typer.echo(json.dumps({**result_data(result), "warnings": progress.warnings}))
     else:

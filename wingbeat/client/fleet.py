@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,12 @@ from wingbeat.client.plans import RolloutPlan
 from wingbeat.client.runner_stats import RunnerStats
 from wingbeat.client.watch import FileWatch
 from wingbeat.client.worker_process import Failure, WorkerProcess, on_signals
+from wingbeat.core.deaths import Deaths
 from wingbeat.core.errors import SetupError, WingbeatError
 from wingbeat.core.types import CODE_SHOWN
 
 logger = logging.getLogger("wingbeat.client")
 
-BACKOFF_S: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-MAX_DEATHS = 6
-DEATHS_WINDOW_S = 120.0
-"""A seat whose processes crash so often within so long is given up, or waits for other code where it is watched."""
 MAX_DRAINING = 2
 """Processes of one seat that may end their episodes beside the one that works; older ones abort theirs."""
 
@@ -47,7 +43,8 @@ class Seat:
         self.plan = plan
         self.process: WorkerProcess | None = None
         self.draining: list[WorkerProcess] = []
-        self.deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self.deaths = Deaths(time.monotonic)
+        """Too many, and the seat is given up, or waits for other code where that is watched."""
         self.taken_over = asyncio.Event()
         """Another process than before sits here."""
 
@@ -202,26 +199,25 @@ class Fleet:
             seat.process = None
             return seat.limit(process.num_ended)
         if not failure.is_told:
-            seat.deaths.append(time.monotonic())
-            if not _is_hopeless(seat.deaths):
+            seat.deaths.count(by_signal=failure.is_by_signal)
+            if not seat.deaths.are_too_many:
                 seat.process = None
-                return seat.limit(process.num_ended)
+                if not seat.limit(process.num_ended):
+                    return False
+                logger.warning("a client process crashed; starting another one in %g s", seat.deaths.pause_s)
+                await _first(asyncio.sleep(seat.deaths.pause_s), self._stopping.wait(), seat.taken_over.wait())
+                return True
         if not self._plan.watch:
             raise WingbeatError(
-                f"client processes crashed {MAX_DEATHS} times within {DEATHS_WINDOW_S:.0f} s, the last:"
-                f" {failure.message}; its log says why"
+                f"client processes crashed {seat.deaths.words()}, the last: {failure.message}; its log says why"
             )
         logger.error("%s; waiting for its code to change", failure.message)
-        seat.deaths.clear()
+        seat.deaths = Deaths(time.monotonic)
         await _first(seat.taken_over.wait(), self._stopping.wait())
         return not self._stopping.is_set()
 
     async def _refill(self, seat: Seat) -> None:
         """Start a process where the one before crashed, or none was; leaves the seat empty once all stop."""
-        if seat.deaths:
-            delay_s = BACKOFF_S[min(len(seat.deaths), len(BACKOFF_S)) - 1]
-            logger.warning("a client process crashed; starting another one in %g s", delay_s)
-            await _first(asyncio.sleep(delay_s), self._stopping.wait(), seat.taken_over.wait())
         if self._stopping.is_set() or seat.process is not None:
             return
         process = await self._start(seat)
@@ -280,7 +276,7 @@ class Fleet:
             if process.failure is not None:  # edited again, and the next look finds it; or the machine is at its end
                 logger.error("one process with the new code did not start: %s", process.failure.message)
                 continue
-            seat.deaths.clear()
+            seat.deaths = Deaths(time.monotonic)
             seat.take_over(process)
 
     async def _candidate(self) -> WorkerProcess:
@@ -321,10 +317,6 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _is_hopeless(deaths: Sequence[float]) -> bool:
-    return len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW_S
 
 
 def _error(failure: Failure) -> WingbeatError:

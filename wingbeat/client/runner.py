@@ -84,7 +84,7 @@ class Runner:
         concurrency: int = 16,
         *,
         options: RunnerOptions | None = None,
-        on_begin: Callable[[Episode | TeamEpisode], None] | None = None,
+        on_begin: Callable[[Lease, Episode | TeamEpisode], None] | None = None,
         on_end: Callable[[EpisodeEnd], None] | None = None,
         on_stuck: Callable[[str], None] | None = None,
         clock: Clock = time.monotonic,
@@ -277,7 +277,7 @@ class Runner:
             self._begun(lease)
             self._ids[lease.lease_id] = episode.id
             if self._on_begin is not None:
-                self._on_begin(episode)
+                self._on_begin(lease, episode)
             result = await self._result_of(episode)
             if result is not None:
                 rewards = result if isinstance(episode, TeamEpisode) else to_rewards(result)
@@ -291,6 +291,7 @@ class Runner:
             episode_id=episode.id,
             reward=reward,
             error=error,
+            lease_id=lease.lease_id,
         )
 
     def _begun(self, lease: Lease) -> None:
@@ -338,10 +339,10 @@ class Runner:
         self._fill()
         self._changed.set()
         if task.cancelled():
-            end = EpisodeEnd(lease.task.id, lease.split, seconds, episode_id, error="cancelled")
+            end = _failed_end(lease, seconds, episode_id, "cancelled")
             self._stats = replace(self._stats, num_cancelled=self._stats.num_cancelled + 1)
         elif (error := task.exception()) is not None:
-            end = EpisodeEnd(lease.task.id, lease.split, seconds, episode_id, error=_one_line(error))
+            end = _failed_end(lease, seconds, episode_id, _one_line(error))
             self._count_error(error, end)
         else:
             end = task.result()
@@ -378,6 +379,17 @@ class Runner:
             self._stats = replace(
                 self._stats, num_rewards=stats.num_rewards + 1, reward_sum=stats.reward_sum + end.reward
             )
+
+
+def _failed_end(lease: Lease, seconds: float, episode_id: str, error: str) -> EpisodeEnd:
+    return EpisodeEnd(
+        task_id=lease.task.id,
+        split=lease.split,
+        seconds=seconds,
+        episode_id=episode_id,
+        error=error,
+        lease_id=lease.lease_id,
+    )
 
 
 def _one_line(error: BaseException) -> str:

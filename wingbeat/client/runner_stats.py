@@ -20,6 +20,8 @@ class EpisodeEnd:
     """None where it failed, or where the agent gave more than one number."""
     error: str = ""
     """One line; the server got the traceback."""
+    lease_id: str = ""
+    """Which attempt it was: the same client may begin another one of the same episode while it still runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ logger = logging.getLogger("wingbeat.client")
 
 ALIVE_EVERY_S = 1.0
 """Between two signs of life, and between two looks for them."""
+STACK_BEFORE_S = 2 * ALIVE_EVERY_S
+"""So long before it is killed a child writes where it hangs: time enough on a busy machine, too."""
 _LONGEST_LOOK_S = 2 * ALIVE_EVERY_S
 """What counts at most between two looks: a parent that stood still itself (stopped, or starved) heard nothing, which
 says nothing of the child."""

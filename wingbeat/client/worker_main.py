@@ -37,11 +37,12 @@ from wingbeat.client.plans import RolloutPlan, connect, load_plan, plan_agent
 from wingbeat.client.processes import run_async, set_up_logging
 from wingbeat.client.runner import Runner
 from wingbeat.client.runner_stats import EpisodeEnd
-from wingbeat.client.silence import ALIVE_EVERY_S
+from wingbeat.client.silence import ALIVE_EVERY_S, STACK_BEFORE_S
 from wingbeat.client.team_episode import TeamEpisode
 from wingbeat.client.user_code import missing_files
 from wingbeat.client.worker_process import SIGNALS
 from wingbeat.core.errors import SetupError, WingbeatError
+from wingbeat.core.protocol import Lease
 
 FAILED_EXIT = 1
 STDERR = 2
@@ -115,11 +116,11 @@ async def _run(plan: RolloutPlan, agent: Agent, orders: Orders, news: News) -> N
     silence_s: float | None = None
     has_deadline, has_limit = plan.options.episode_timeout_s is not None, plan.options.max_episodes is not None
 
-    def tell_begin(episode: Episode | TeamEpisode) -> None:
-        news.tell("begun", episode=episode.id, parts=_parts(episode))
+    def tell_begin(lease: Lease, episode: Episode | TeamEpisode) -> None:
+        news.tell("begun", lease=lease.lease_id, episode=episode.id, parts=_parts(episode))
 
     def tell_end(end: EpisodeEnd) -> None:
-        news.tell("ended", episode=end.episode_id)
+        news.tell("ended", lease=end.lease_id)
 
     async with connect(plan) as swarm:
         runner = Runner(
@@ -163,7 +164,7 @@ async def _signs_of_life(runner: Runner, news: News, silence_s: float | None) ->
     async def tell() -> None:
         while True:
             news.tell("alive", stats=dataclasses.asdict(runner.stats))
-            faulthandler.dump_traceback_later(silence_s - ALIVE_EVERY_S / 2, file=STDERR)
+            faulthandler.dump_traceback_later(silence_s - STACK_BEFORE_S, file=STDERR)
             await asyncio.sleep(ALIVE_EVERY_S)
 
     telling = asyncio.create_task(tell(), name="wingbeat-alive")

@@ -62,6 +62,8 @@ class Failure:
     """It said so itself, and would say so again; else it crashed, or was killed."""
     is_overdue: bool = False
     """It was killed, since its event loop stood still for longer than the episodes in it may take."""
+    is_by_signal: bool = False
+    """Another process, or the system, killed it."""
     is_setup: bool = False
     """The agent, or this machine, must be changed first."""
     files: tuple[Path, ...] = ()
@@ -85,7 +87,7 @@ class WorkerProcess:
         self.files: tuple[Path, ...] = ()
         self.stats = RunnerStats()
         self.num_ended = 0
-        """Episodes so far, where their number is limited."""
+        """Episodes so far, where their number or time is limited."""
         self.replacement_reason = ""
         """Why it asks to be replaced, once it does."""
         self.failure: Failure | None = None
@@ -97,8 +99,8 @@ class WorkerProcess:
         self._is_done = False
         limit_s = silence_limit_s(plan)
         self._silence = None if limit_s is None else Silence(limit_s, clock=clock)
-        self._running: dict[str, Parts] = {}
-        """By the id of the episode; where they have a time limit."""
+        self._running: dict[str, tuple[str, Parts]] = {}
+        """Episodes, by lease; where they have a time limit."""
         self._life: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -172,13 +174,16 @@ class WorkerProcess:
         watching.cancel()
         await asyncio.wait({reading}, timeout=_LAST_NEWS_S)  # a process that it forked may hold the pipe open
         reading.cancel()
-        if self.failure is not None and self.failure.is_overdue:
-            await self._end_overdue(self.failure.message)
-        elif not self._is_done and self.failure is None:
-            self.failure = Failure(f"client process {self.pid} ended with exit code {code}", is_told=False)
-        self.ended.set()
-        self._is_ready.set()
-        self.changed.set()
+        try:
+            if self.failure is not None and self.failure.is_overdue:
+                await self._end_overdue(self.failure.message)
+            elif not self._is_done and self.failure is None:
+                words = f"client process {self.pid} ended with exit code {code}"
+                self.failure = Failure(words, is_told=False, is_by_signal=code < 0)
+        finally:
+            self.ended.set()
+            self._is_ready.set()
+            self.changed.set()
 
     async def _kill_if_silent(self) -> None:
         if self._silence is None:
@@ -195,13 +200,13 @@ class WorkerProcess:
         self.kill()
 
     def _shown(self) -> str:
-        names = list(self._running)
+        names = [episode_id for episode_id, _ in self._running.values()]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN]) or 'none'}{more}"
 
     async def _end_overdue(self, message: str) -> None:
         """What it ran counts as run, and as timed out."""
-        running = list(self._running.values())
+        running = [parts for _, parts in self._running.values()]
         self._running.clear()
         self.num_ended += len(running)
         self.stats = replace(self.stats, num_timed_out=self.stats.num_timed_out + len(running))
@@ -223,10 +228,10 @@ class WorkerProcess:
                 if self._silence is not None:
                     self._silence.heard()
             case "begun":
-                self._running[news["episode"]] = news["parts"]
+                self._running[news["lease"]] = news["episode"], news["parts"]
             case "ended":
                 self.num_ended += 1
-                self._running.pop(news["episode"], None)
+                self._running.pop(news["lease"], None)
             case "replace":
                 self.replacement_reason = news["reason"]
             case "stats":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from wingbeat.core.config import AgentConfig, Config
 from wingbeat.core.config.server import is_loopback
-from wingbeat.core.errors import ConfigError, DependencyMissing, PortInUse
+from wingbeat.core.errors import ConfigError, DependencyMissing, ModelSourceError, PortInUse
 from wingbeat.core.tls import check_certificate
 from wingbeat.server.keys.file import KeyFile, exposed, key_file_path
 from wingbeat.server.keys.principals import Role
@@ -135,6 +136,19 @@ def _check_builtin(config: Config, agent: AgentConfig, key: str, config_dir: Pat
 
     for played in played_by(config, agent, key=key):
         make_played(played.environment, played.options, folder=config_dir)
+
+
+def positions_of(folder: Path) -> int | None:
+    """How long a context the model of a folder takes; None where its configuration does not say.
+
+    Raises ModelSourceError where that cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        model = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelSourceError(f"expected the configuration of a model in {path}: {error}") from error
+    return model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
 
 
 def check_port(host: str, port: int) -> None:

@@ -23,8 +23,9 @@ from wingbeat.core.protocol import EvaluationReply, EvaluationRequest
 from wingbeat.core.types import Split
 from wingbeat.deploy.checks import check_agents, check_sources
 from wingbeat.deploy.children import ChildSpec, tail
-from wingbeat.deploy.local import OnNote, Supervisor, make_run_dir, stop_event
+from wingbeat.deploy.local import OnNote, Supervisor, make_run_dir
 from wingbeat.deploy.paths import absolute_paths
+from wingbeat.deploy.stopping import stop_event, unless_stopped
 from wingbeat.deploy.tasks import Tasks, load_tasks, put_tasks
 from wingbeat.deploy.training import agent_specs, agents_failed, kept_running
 
@@ -88,7 +89,7 @@ async def _on_own(plan: EvaluationPlan) -> EvaluationOutcome:
     stop = stop_event()
     with _run_dir(config, keep=plan.keep) as run_dir:
         scoring = _scored_on_own(replace(plan, config=config, on_progress=progress), tasks, run_dir, progress)
-        reply = await _unless_stopped(scoring, stop)
+        reply = await unless_stopped(scoring, stop)
         kept = run_dir if plan.keep and run_dir.exists() else None  # stopped before it ran, it leaves none
     return EvaluationOutcome(reply, kept, progress.shown)
 
@@ -135,7 +136,7 @@ async def _on_server(plan: EvaluationPlan) -> EvaluationOutcome:
         specs = agent_specs(config, url=plan.server, key=plan.key or "", run_dir=Path(folder))
         specs = [replace(spec, command=[*spec.command, "--split", Split.EVAL.value]) for spec in specs]
         scoring = _scored_there(replace(plan, on_progress=progress), plan.server, tasks, specs, progress)
-        reply = await _unless_stopped(scoring, stop)
+        reply = await unless_stopped(scoring, stop)
     return EvaluationOutcome(reply, None, progress.shown)
 
 
@@ -226,20 +227,6 @@ async def _evaluated(swarm: AsyncSwarm, plan: EvaluationPlan) -> EvaluationReply
             if plan.server is not None:
                 raise
         await asyncio.sleep(POLL_S)
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
-    """The result of ``work``; None where a signal comes first, once it has ended what it had started."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set() and not (working.done() and working.exception() is None):
-            return None  # also where the same signal killed a helper process, which is no fault
-        return working.result()
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 async def _unless_broken(work: Coroutine[Any, Any, T], *faults: Coroutine[Any, Any, SetupError]) -> T:

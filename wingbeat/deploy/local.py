@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,11 +28,12 @@ from wingbeat.core.deployment import Requests
 from wingbeat.core.errors import ConfigError, SetupError, UnavailableError, WingbeatError
 from wingbeat.core.files import OWNER_ONLY, write_atomically
 from wingbeat.deploy.builtin_models import place_builtin
-from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port
+from wingbeat.deploy.checks import BUILTIN, OTHER_MODELS, check_exposure, check_port, positions_of
 from wingbeat.deploy.children import run_to_end, tail
 from wingbeat.deploy.paths import absolute_paths
 from wingbeat.deploy.processes import CONTROL, Place, Processes, ThisMachine
 from wingbeat.deploy.run_keys import RunKeys, without_plain_keys
+from wingbeat.deploy.stopping import Interrupted, stop_event, unless_stopped
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 from wingbeat.trainer.folders import checked_folder
 from wingbeat.weights.host import run_weights_candidates
@@ -86,10 +86,12 @@ class Supervisor:
         on_note: OnNote = lambda text: None,
         control_module: str = CONTROL_MODULE,
         place: Place | None = None,
+        stop: asyncio.Event | None = None,
     ) -> None:
         """``config_dir`` is what relative paths in the configuration are relative to, ``sources`` what the caller
         will bring, ``control_module`` the program of control (another one may give it other clocks), ``place`` where
-        the processes run (None: this machine)."""
+        the processes run (None: this machine).  Once ``stop`` is set, no model is made any more, and entering raises
+        Interrupted."""
         check_exposure(config, config_dir, resume=run_dir)
         self.config = config
         self.run_dir = run_dir
@@ -103,6 +105,7 @@ class Supervisor:
         self._control_module = control_module
         self._is_new = not any(run_dir.iterdir())
         self._keys = RunKeys.new()
+        self._stop_event = asyncio.Event() if stop is None else stop
         self._place = ThisMachine() if place is None else place
         self._requests = Requests(run_dir, configured=config.engine.count)
         self._processes = Processes(
@@ -229,7 +232,7 @@ class Supervisor:
         """The folder of every policy's model, converting or building what needs it."""
         models: dict[str, Path] = {}
         for name, policy in self.config.policies.items():
-            models[name] = await self._prepare(policy.model)
+            models[name] = await self._prepared(policy.model)
             check_context(name, policy, models[name])
         return models
 
@@ -240,8 +243,15 @@ class Supervisor:
             for key in OTHER_MODELS if policy.trainable else ():
                 source = getattr(policy.trainer, key)
                 if source is not None:
-                    data["policies"][name]["trainer"][key] = str(await self._prepare(source))
+                    data["policies"][name]["trainer"][key] = str(await self._prepared(source))
         return data
+
+    async def _prepared(self, source: str) -> Path:
+        """Its folder.  Raises Interrupted."""
+        folder = await unless_stopped(self._prepare(source), self._stop_event)
+        if folder is None:
+            raise Interrupted
+        return folder
 
     async def _prepare(self, source: str) -> Path:
         if source.startswith(BUILTIN):
@@ -310,8 +320,7 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 def check_context(name: str, policy: PolicyConfig, folder: Path) -> None:
     """Refuse a context longer than the model's positions, which no engine could serve."""
-    model = json.loads((folder / "config.json").read_bytes())
-    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    longest = positions_of(folder)
     if longest is not None and policy.context_tokens > longest:
         raise ConfigError(
             f"policies.{name}.context_tokens is {policy.context_tokens}, but the model has only {longest} positions;"
@@ -329,7 +338,8 @@ def run_server(
     control_module: str = CONTROL_MODULE,
     place: MakePlace = this_machine,
 ) -> Path:
-    """Serve until SIGINT, SIGTERM or a client's stop, and return the run directory.
+    """Serve until SIGINT, SIGTERM or a client's stop, and return the run directory, which is gone where control did
+    not even begin.
 
     Raises SetupError if a process cannot be kept up.
     """
@@ -359,35 +369,30 @@ async def _serve(
         on_note=on_note,
         control_module=control_module,
         place=where,
+        stop=stop,
     )
-    async with start as supervisor:
-        async with supervisor.swarm() as swarm:
-            await put_tasks(swarm, tasks)
-        on_ready(supervisor)
-        waits = [
-            asyncio.create_task(stop.wait()),
-            asyncio.create_task(supervisor.wait_failed()),
-            asyncio.create_task(supervisor.wait_ended()),
-        ]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        failed = waits[1].done()
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-        if failed:
-            raise supervisor.failure()
+    try:
+        async with start as supervisor:
+            async with supervisor.swarm() as swarm:
+                await put_tasks(swarm, tasks)
+            on_ready(supervisor)
+            await _until_over(supervisor, stop)
+    except Interrupted:
+        pass  # and there is no run, or the old one as it was
     return run_dir
 
 
-def stop_event() -> asyncio.Event:
-    """Set by the first SIGINT or SIGTERM; the second one ends the process as usual."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def handle(signum: signal.Signals) -> None:
-        stop.set()
-        loop.remove_signal_handler(signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, handle, signum)
-    return stop
+async def _until_over(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    """Until a signal, or a client's stop.  Raises SetupError where a process cannot be kept up."""
+    waits = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(supervisor.wait_failed()),
+        asyncio.create_task(supervisor.wait_ended()),
+    ]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    failed = waits[1].done()
+    for task in waits:
+        task.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    if failed:
+        raise supervisor.failure()

@@ -28,10 +28,10 @@ from wingbeat.deploy.local import (
     Supervisor,
     absolute_paths,
     make_run_dir,
-    stop_event,
     this_machine,
 )
 from wingbeat.deploy.played import command_line, played_by
+from wingbeat.deploy.stopping import Interrupted, stop_event
 from wingbeat.deploy.tasks import load_tasks, put_tasks, training_sources
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -44,6 +44,7 @@ class TrainingResult:
     """What a finished (or interrupted) run left."""
 
     run_dir: Path
+    """There is none where it was interrupted before control began it."""
     complete: bool
     summary: dict[str, Any]
     """Control's numbers at completion; empty when interrupted."""
@@ -106,7 +107,7 @@ class TrainingPlan:
 
 
 def run_plan(plan: TrainingPlan) -> TrainingResult:
-    """Run to the end, or to the first SIGINT.  Raises SetupError where something must be fixed first."""
+    """Run to the end, or to the first SIGINT or SIGTERM.  Raises SetupError where something must be fixed first."""
     return asyncio.run(_run(plan))
 
 
@@ -128,21 +129,33 @@ async def _run(plan: TrainingPlan) -> TrainingResult:
         sources=training_sources(tasks),
         on_note=plan.on_note,
         place=where,
+        stop=stop,
     )
-    async with start as supervisor:
-        plan.on_ready(supervisor)
-        async with supervisor.swarm() as swarm:
-            await put_tasks(swarm, tasks)
-            specs = agent_specs(
-                plan.config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=supervisor.run_dir
-            )
-            async with kept_running(specs) as clients:
-                summary = await _follow(plan, swarm, supervisor, clients, stop)
-    with open_read_only(run_dir / "ledger.sqlite") as ledger:
-        evaluations = tuple(e for e in ledger.evaluations() if e.done)
-    result = TrainingResult(run_dir, bool(summary), summary, evaluations, time.monotonic() - started)
-    write_atomically(run_dir / "result.json", json.dumps(result.as_dict(), indent=1).encode())
+    try:
+        async with start as supervisor:
+            plan.on_ready(supervisor)
+            async with supervisor.swarm() as swarm:
+                await put_tasks(swarm, tasks)
+                specs = agent_specs(
+                    plan.config, url=supervisor.local_url, key=supervisor.agent_key, run_dir=supervisor.run_dir
+                )
+                async with kept_running(specs) as clients:
+                    summary = await _follow(plan, swarm, supervisor, clients, stop)
+    except Interrupted:
+        pass  # and there is no run, or the old one as it was
+    result = TrainingResult(run_dir, bool(summary), summary, _evaluations(run_dir), time.monotonic() - started)
+    if run_dir.exists():
+        write_atomically(run_dir / "result.json", json.dumps(result.as_dict(), indent=1).encode())
     return result
+
+
+def _evaluations(run_dir: Path) -> tuple[EvaluationResult, ...]:
+    """That are done; none where the run was interrupted before control began it."""
+    path = run_dir / "ledger.sqlite"
+    if not path.exists():
+        return ()
+    with open_read_only(path) as ledger:
+        return tuple(e for e in ledger.evaluations() if e.done)
 
 
 async def _follow(

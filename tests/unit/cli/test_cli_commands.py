@@ -173,9 +173,11 @@ def test_a_stopped_server_says_how_to_go_on(cli: CliRunner, config: Path, monkey
         return run_dir
 
     monkeypatch.setattr("wingbeat.deploy.local.run_server", run_server)
-    done = cli.invoke(app, ["serve", str(config)])
-    assert done.exit_code == 0, done.output
-    assert done.stderr == f"preparing [a] model\nstopped; continue with {program()} serve --resume {run_dir}\n"
+    for left in (" before it served", f"; continue with {program()} serve --resume {run_dir}"):
+        done = cli.invoke(app, ["serve", str(config)])
+        assert done.exit_code == 0, done.output
+        assert done.stderr == f"preparing [a] model\nstopped{left}\n"
+        run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def test_a_trained_model_is_named_by_its_folder(cli: CliRunner, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +285,28 @@ def test_commands_load_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "begun", "fresh"),
+    [
+        ("train", "interrupted; continue with --resume", "interrupted before the run began; nothing is left of it"),
+        ("demo", "the demo was interrupted; what it did so far is in", "the demo was interrupted before it began"),
+    ],
+)
+def test_an_interrupted_run_is_no_error(
+    cli: CliRunner, config: Path, monkeypatch: pytest.MonkeyPatch, command: str, begun: str, fresh: str
+) -> None:
+    pytest.importorskip("openai")
+    result = TrainingResult(config.parent / "run", complete=False, summary={}, evaluations=(), wall_s=1.0)
+    module = "wingbeat.cli.demo" if command == "demo" else "wingbeat.deploy.training"
+    monkeypatch.setattr(f"{module}.run_plan", lambda plan: result)
+    arguments = [command, *([str(config)] if command == "train" else [])]
+    early = cli.invoke(app, arguments)
+    assert (early.exit_code, early.stdout) == (130, "") and fresh in early.stderr
+    result.run_dir.mkdir()
+    late = cli.invoke(app, arguments)
+    assert late.exit_code == 130 and f"{begun} {result.run_dir}" in " ".join(late.stderr.split())
 
 
 def test_results_show_names_that_look_like_markup(
@@ -400,6 +424,9 @@ def test_a_trained_tiny_model_asks_for_the_preset_that_it_was_trained_with(cli: 
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     for text in ("only 128 positions", "add --preset", "--policies.solver.context_tokens=128 or less"):
         assert text in done.stderr
+    (tmp_path / "config.json").write_text("{")
+    torn = cli.invoke(app, ["eval", "--environment", "calculator", "--model", str(tmp_path)])
+    assert torn.exit_code == 2 and "expected the configuration of a model in" in torn.stderr
 
 
 def test_only_a_tiny_model_is_evaluated_with_the_options_of_the_preset() -> None:

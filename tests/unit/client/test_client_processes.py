@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from wingbeat.client import RolloutPlan, RunnerOptions, fleet, processes, run_rollouts, silence
+from wingbeat.client import RolloutPlan, RunnerOptions, processes, run_rollouts
 from wingbeat.client.runner import HOPELESS_FAILURES
 from wingbeat.client.worker_process import WorkerProcess
+from wingbeat.core import deaths
 from wingbeat.core.errors import SetupError, WingbeatError
 
 pytestmark = pytest.mark.slow  # as a whole; the unit part stays under a minute
@@ -164,8 +165,8 @@ def test_children_leave_when_their_parent_is_killed(server: Any, agent_file: Pat
 def test_a_child_that_crashes_is_started_again_until_it_crashes_too_often(
     server: Any, agent_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "BACKOFF_S", [0.0])
-    monkeypatch.setattr(fleet, "MAX_DEATHS", 3)
+    monkeypatch.setattr(deaths, "BACKOFF_S", [0.0] * 2)
+    monkeypatch.setattr(deaths, "MAX_DEATHS", 3)
     monkeypatch.setenv("MODE", "die")
     server.add_leases(20)
     plan = RolloutPlan(str(agent_file), server.url, concurrency=1, options=RunnerOptions(episode_timeout_s=100))
@@ -208,11 +209,9 @@ async def solve(episode):
 def test_a_process_whose_loop_stands_still_is_killed_and_replaced(
     server: Any,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(silence, "LEAVING_S", 2.0)
     (tmp_path / "agent.py").write_text(SPINNER)
     server.add_leases(4)
     server.stop_when_empty = False

@@ -79,9 +79,17 @@ async def test_one_exception_ends_its_own_episode_only(server: Any) -> None:
             raise ValueError("this one is broken")
         return 1.0
 
+    begins: dict[str, str] = {}
     ends: list[EpisodeEnd] = []
     async with AsyncSwarm(server.url) as swarm:
-        stats = await Runner(swarm, agent, 3, on_end=ends.append).run()
+        stats = await Runner(
+            swarm,
+            agent,
+            3,
+            on_begin=lambda lease, episode: begins.update({lease.lease_id: episode.id}),
+            on_end=ends.append,
+        ).run()
+    assert len(begins) == 6 and begins == {end.lease_id: end.episode_id for end in ends}, "failed ones, too"
     assert (stats.num_finished, stats.num_failed) == (5, 1)
     aborted = server.records["ep-2"]
     assert aborted.abort["outcome"] == "client"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.core.errors import ConfigError
+import wingbeat
+from wingbeat.core.errors import ConfigError, SetupError
 from wingbeat.deploy import builtin_models
 from wingbeat.deploy.builtin_models import CHECKSUMS, keep, model_digest, place_builtin, take
 
@@ -55,6 +56,15 @@ def test_a_damaged_model_is_told_and_removed(
     assert "is damaged and built again" in caplog.text
 
 
+def test_a_run_that_cannot_be_written_leaves_what_is_kept(made: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "game-1"
+    keep(made, kept)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match=r"cannot write a model into .*file"):
+        take(kept, tmp_path / "file" / "run")
+    assert take(kept, tmp_path / "run")
+
+
 def test_a_cache_that_cannot_be_written_costs_time_only(
     made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,6 +87,19 @@ def test_the_models_used_last_stay(made: Path, tmp_path: Path, monkeypatch: pyte
 def test_a_digest_is_of_name_and_seed() -> None:
     digests = {model_digest(name, seed=seed) for name in ("game", "retrieval") for seed in (0, 1)}
     assert len(digests) == 4 and model_digest("game", seed=0) in digests
+
+
+def test_a_digest_is_of_what_the_builders_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every file: the programs of code-repair are text."""
+    for name in ("environments/a.py", "environments/programs/b.txt", "tools/c.py", "tools/__pycache__/c.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(wingbeat, "__file__", str(tmp_path / "__init__.py"))
+    digests = [model_digest("game", seed=0)]
+    for name in ("environments/programs/b.txt", "tools/c.py", "tools/__pycache__/c.pyc"):
+        (tmp_path / name).write_text("other")
+        digests.append(model_digest("game", seed=0))
+    assert len(set(digests)) == 3 and digests[2] == digests[3]
 
 
 async def test_a_run_gets_a_copy_of_its_own(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from wingbeat.core import deaths
+from wingbeat.core.deaths import MAX_DEATHS
 from wingbeat.core.errors import SetupError
-from wingbeat.deploy import children
-from wingbeat.deploy.children import TRANSITIONS, Child, ChildSpec, ChildState, Deaths, run_to_end, tail
+from wingbeat.deploy.children import TRANSITIONS, Child, ChildSpec, ChildState, run_to_end, tail
 
 Build = Callable[..., Child]
 
@@ -43,7 +44,7 @@ def watched() -> Watched:
 
 @pytest.fixture
 def build(tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Build:
-    monkeypatch.setattr(children, "BACKOFF_S", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(deaths, "BACKOFF_S", (0.0, 0.01, 0.01, 0.01, 0.01))
 
     def make(script: str, *, stop_s: float = 10.0, clock: Callable[[], float] = lambda: 0.0) -> Child:
         command = [sys.executable, "-S", "-E", "-u", "-c", script]
@@ -93,13 +94,13 @@ async def test_what_cannot_be_started_is_a_failure_and_not_a_hang(
 async def test_a_death_is_followed_by_a_restart_and_too_many_by_failure(build: Build, watched: Watched) -> None:
     child = build("import sys; print('Traceback: boom'); sys.exit(1)")
     await child.run()
-    assert child.restarts == children.MAX_DEATHS - 1
-    assert watched.states.count(ChildState.RUNNING) == children.MAX_DEATHS
+    assert child.restarts == MAX_DEATHS - 1
+    assert watched.states.count(ChildState.RUNNING) == MAX_DEATHS
     assert watched.states[:4] == [ChildState.RUNNING, ChildState.BACKOFF, ChildState.STARTING, ChildState.RUNNING]
     assert watched.states[-1] is ChildState.FAILED
     assert child.error == (
-        f"worker ended with exit code 1, for the last of {children.MAX_DEATHS} times within 120 s: "
-        + " | ".join(["Traceback: boom"] * children.MAX_DEATHS)
+        f"worker ended with exit code 1, for the last of {MAX_DEATHS} times within 120 s: "
+        + " | ".join(["Traceback: boom"] * MAX_DEATHS)
     )
 
 
@@ -107,37 +108,10 @@ async def test_rare_deaths_never_add_up_to_a_failure(build: Build, watched: Watc
     minutes = itertools.count(0, 60)
     child = build("import sys; sys.exit(1)", clock=lambda: float(next(minutes)))
     run = asyncio.create_task(child.run())
-    await watched.until(ChildState.BACKOFF, times=children.MAX_DEATHS + 1)
+    await watched.until(ChildState.BACKOFF, times=MAX_DEATHS + 1)
     await child.stop()
     await run
     assert child.state is ChildState.STOPPED and ChildState.FAILED not in watched.states
-
-
-def deaths_at(*times: float, by_signal: bool = False) -> Deaths:
-    clock = iter(times)
-    deaths = Deaths(lambda: next(clock))
-    for _ in times:
-        deaths.count(by_signal=by_signal)
-    return deaths
-
-
-def test_pauses_grow_with_each_death_and_begin_anew_after_a_long_life() -> None:
-    times = (0.0, 1.0, 3.0, 6.0, 9.0)
-    assert [deaths_at(*times[: n + 1]).pause_s for n in range(5)] == list(children.BACKOFF_S)
-    assert not deaths_at(*times).are_too_many
-    assert deaths_at(*times, 119.0, by_signal=True).are_too_many
-    assert deaths_at(*times, 119.0).are_too_many and not deaths_at(*times, 120.0).are_too_many
-    assert deaths_at(*times, 200.0).pause_s == 0.0
-
-
-def test_what_dies_slowly_is_given_up_too() -> None:
-    """As a model that loads for two minutes, and then does not fit."""
-    every_150_s = [150.0 * n for n in range(children.MAX_SLOW_DEATHS)]
-    assert not deaths_at(*every_150_s[:-1]).are_too_many
-    slow = deaths_at(*every_150_s)
-    assert slow.are_too_many and slow.words() == "20 times within 60 minutes"
-    assert not deaths_at(*(200.0 * n for n in range(100))).are_too_many
-    assert not deaths_at(*(30.0 * n for n in range(100)), by_signal=True).are_too_many, "somebody tests it"
 
 
 async def test_a_killed_process_is_started_again(build: Build, watched: Watched) -> None:
@@ -188,7 +162,7 @@ async def test_a_stop_while_the_process_is_being_started_stops_it(build: Build) 
 async def test_a_stop_ends_the_pause_before_a_restart(
     build: Build, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "BACKOFF_S", (600.0,) * children.MAX_DEATHS)
+    monkeypatch.setattr(deaths, "BACKOFF_S", (600.0,) * MAX_DEATHS)
     child = build("import sys; sys.exit(1)")
     run = asyncio.create_task(child.run())
     await watched.until(ChildState.BACKOFF)

