@@ -159,8 +159,9 @@ def test_a_killed_server_comes_back_with_its_weights_and_its_requests(
     for i in range(4):
         asked.submit(f"r{i}", [20 + i, 2], max_tokens=TOKENS)
     asked.until(lambda: all(len(asked.replies[name].tokens) >= 10 for name in asked.prompts))
-    workers = [pid for pid in children_of(os.getpid()) if b"VLLM::Worker" in _command(pid)]
-    for pid in workers or children_of(os.getpid()):
+    (server,) = [pid for pid in _servers() if str(rig.source).encode() in _command(pid).split(b"\0")]
+    workers = [pid for pid in children_of(server) if b"VLLM::Worker" in _command(pid)]
+    for pid in workers or [server]:  # and none of another model's
         os.kill(pid, signal.SIGKILL)
     for name, reply in asked.finish().items():
         assert (len(reply.tokens), reply.finish, reply.error) == (TOKENS, FinishReason.LENGTH, ""), reply.error
