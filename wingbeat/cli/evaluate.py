@@ -64,7 +64,9 @@ def evaluate(
         Path | None, typer.Option("--dir", help="With --environment: keep the run directory, in this folder.")
     ] = None,
     source: Annotated[str | None, typer.Option(help="The task source; unset: all.")] = None,
-    policy: Annotated[str | None, typer.Option(help="The policy; unset: the only one.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The policy; unset: the only trainable one (--environment: the first).")
+    ] = None,
     version: Annotated[int | None, typer.Option(min=0, help="Its version; unset: the live one.")] = None,
     samples_per_task: Annotated[
         int, typer.Option("--samples-per-task", "--samples", min=1, max=256, help="Episodes per task.")

@@ -19,7 +19,8 @@ from wingbeat.cli.arguments import CONFIG_FILE
 from wingbeat.cli.terminal import PlainConsole
 from wingbeat.client.retry import RetryPolicy
 from wingbeat.client.transport import Call, Transport
-from wingbeat.core.config import RunConfig, ServerConfig, load_config
+from wingbeat.core.config import RunConfig, ServerConfig
+from wingbeat.core.config.lending import load_lending
 from wingbeat.core.errors import RequestError
 from wingbeat.core.key_protocol import KeyReply, NewKeyReply
 from wingbeat.core.keys import KEY_VARIABLE, WORKER_KEY_VARIABLE
@@ -144,7 +145,7 @@ def _file(file: Path | None, config: Path | None) -> KeyFile:
     if path is None:
         run, server, folder = RunConfig(), ServerConfig(), Path.cwd()
     else:
-        loaded = load_config(path)
+        loaded = load_lending(path)  # also the file of a resources server alone
         run, server, folder = loaded.run, loaded.server, path.absolute().parent
     return KeyFile(key_file_path(server.keys_file, runs=Path(run.dir).expanduser(), folder=folder))
 

@@ -30,7 +30,7 @@ def resources(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [--SECTION.KEY=VALUE]...",
-            help="A file with [resources] and [server] (else ./config.toml) and settings that override it.",
+            help="A file with sections resources and server (else ./config.toml), and settings that override it.",
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Bind address; unset: resources.host.")] = None,

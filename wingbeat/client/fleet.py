@@ -195,9 +195,10 @@ class Fleet:
         if failure.is_told and not (self._plan.watch and failure.is_setup):
             raise _error(failure)
         if failure.is_overdue:  # no crash: each one takes as long as an episode may
-            logger.info("starting another client process in place of %s", process.pid)
             seat.process = None
-            return seat.limit(process.num_ended)
+            if goes_on := seat.limit(process.num_ended):
+                logger.info("starting another client process in place of %s", process.pid)
+            return goes_on
         if not failure.is_told:
             seat.deaths.count(by_signal=failure.is_by_signal)
             if not seat.deaths.are_too_many:

@@ -28,7 +28,14 @@ from wingbeat.client.runner_stats import EpisodeEnd, RunnerStats
 from wingbeat.client.swarm import AgentVersion, AsyncSwarm
 from wingbeat.client.team import AsyncTeam
 from wingbeat.client.team_episode import TeamEpisode
-from wingbeat.core.errors import RequestError, SetupError, WingbeatError
+from wingbeat.core.errors import (
+    AuthenticationError,
+    PermissionDenied,
+    RequestError,
+    SetupError,
+    UnavailableError,
+    WingbeatError,
+)
 from wingbeat.core.ports import Clock
 from wingbeat.core.protocol import Lease, LeaseReply
 from wingbeat.core.types import Cause, Outcome, Split
@@ -68,6 +75,8 @@ class RunnerOptions:
     """A process that holds more between two episodes asks to be replaced."""
 
 
+TELLING = (AuthenticationError, PermissionDenied, UnavailableError)
+"""Refusals that somebody should mend: a key, a resource that is not there.  Others are the course of things."""
 STUCK_SHARE = 4
 """A process in which more than one in so many of its slots' worth of agents are stuck asks to be replaced."""
 HOPELESS_FAILURES = 64
@@ -357,7 +366,9 @@ class Runner:
             return
         if isinstance(error, WingbeatError) and not isinstance(error, RequestError):
             self._stats = replace(self._stats, num_refused=self._stats.num_refused + 1)
-            logger.info("episode of task %s: %s", end.task_id, end.error)
+            is_news = isinstance(error, TELLING) and end.error != self._last_error
+            logger.log(logging.WARNING if is_news else logging.INFO, "episode of task %s: %s", end.task_id, end.error)
+            self._last_error = end.error
             return
         self._stats = replace(self._stats, num_failed=self._stats.num_failed + 1)
         if self._stats.num_finished == 0 and self._stats.num_failed >= HOPELESS_FAILURES and not self._hopeless:

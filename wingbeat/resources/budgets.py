@@ -174,7 +174,7 @@ def check_fits(spec: Spec, pot: AmountPot, amount: int) -> None:
         needed, there = amount * pot.unit, pot.capacity * pot.unit
         raise ConfigError(
             f"{pot.name}: expected at most {there:g}, which is all that this pool has, got {needed:g} for {spec.title};"
-            " it would wait for ever. Ask for less, or raise Resources(Budgets(...))",
+            " it would wait for ever. Ask for less, or raise Resources(Budgets(...)) (of a server: [resources])",
             param=pot.name,
         )
 

@@ -224,7 +224,7 @@ class RemotePool:
             path = f"/leases/{holding.id}"
             await self._http.send("DELETE", path, query=query, budget_s=self._leave_retry_s, timeout_s=self._leave_s)
         except WingbeatError as error:
-            logger.info("a lease was not given back, and ends by itself: %s", error.message)
+            logger.info("a lease, if it was granted, was not given back, and ends by itself: %s", error.message)
 
     def prefetch(self, specs: Spec | Mapping[str, Spec], *, owner: str) -> None:
         """As :meth:`wingbeat.resources.Resources.prefetch`; what the server refuses, the lease will tell."""
@@ -379,9 +379,9 @@ def _start_s(spec: Spec) -> float:
 
 
 def _items(specs: Mapping[str, Spec]) -> tuple[SpecItem, ...]:
-    """Raises ConfigError for what is no spec, or cannot leave this process."""
+    """Raises ConfigError for what is no spec, or cannot leave this process; RequestError for too long a name."""
     _check_specs(specs.values())
-    return tuple(SpecItem(name=name, spec=spec.model_dump(mode="json")) for name, spec in specs.items())
+    return tuple(_checked(SpecItem, name=name, spec=spec.model_dump(mode="json")) for name, spec in specs.items())
 
 
 def _check_specs(specs: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ Here is what all kinds have in common, and those of this machine; the others are
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wingbeat.core.errors import ConfigError, UnavailableError
+from wingbeat.core.suggestions import did_you_mean
 from wingbeat.resources.boxes import check_env
 
 Hook = Callable[[Any], Any | Awaitable[Any]]
@@ -159,7 +160,7 @@ class Spec(_Fields, frozen=True):
                 super().__init__(**fields)
             except ValidationError as error:
                 kind = fields.get("kind") or type(self).model_fields["kind"].default
-                raise ConfigError(words_of(error, str(kind))) from None
+                raise ConfigError(words_of(error, str(kind), tuple(type(self).model_fields))) from None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -304,8 +305,8 @@ class SandboxSpec(BoxSpec, frozen=True):
     kind: Literal["sandbox"] = "sandbox"
 
 
-def words_of(error: ValidationError, kind: str) -> str:
-    """Of a spec that does not validate, on one line."""
+def words_of(error: ValidationError, kind: str, known: Sequence[str]) -> str:
+    """Of a spec that does not validate, on one line; ``known``: the fields of its kind."""
     faults: list[str] = []
     for fault in error.errors(include_url=False):
         inner = fault.get("ctx", {}).get("error")
@@ -313,6 +314,10 @@ def words_of(error: ValidationError, kind: str) -> str:
             faults.append(inner.message)
             continue
         place = ".".join(str(part) for part in fault["loc"] if part != kind)
+        if fault["type"] == "extra_forbidden":
+            near = did_you_mean(place, known) or f"there are {', '.join(known)}"
+            faults.append(f"{place}: there is no such field" + ("" if "." in place else f"; {near}"))
+            continue
         faults.append((f"{place}: " if place else "") + fault["msg"].removeprefix("Value error, "))
     said = "; ".join(faults)
     return said if said.startswith("resource kind ") else f"resource kind {kind!r}: {said}"

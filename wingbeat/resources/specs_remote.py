@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -177,13 +177,12 @@ def _check_url(url: str, field: str) -> None:
         raise ValueError(f"{field}: expected an address like https://host/v1, got {url!r}")
 
 
-WireSpec = Annotated[
-    SubprocessSpec | SandboxSpec | DockerSpec | KubernetesSpec | RaySpec | EndpointSpec | ModelSpec,
-    Field(discriminator="kind"),
-]
+AnyWireSpec = SubprocessSpec | SandboxSpec | DockerSpec | KubernetesSpec | RaySpec | EndpointSpec | ModelSpec
+WireSpec = Annotated[AnyWireSpec, Field(discriminator="kind")]
 """Every kind that may cross a process or a file."""
 
-WIRE_KINDS: tuple[str, ...] = ("docker", "endpoint", "kubernetes", "model", "ray", "sandbox", "subprocess")
+_SPECS: Mapping[str, type[Spec]] = {spec.model_fields["kind"].default: spec for spec in get_args(AnyWireSpec)}
+WIRE_KINDS = tuple(sorted(_SPECS))
 
 _WIRE: TypeAdapter[Spec] = TypeAdapter(WireSpec)
 
@@ -197,4 +196,4 @@ def parse_spec(data: Mapping[str, Any]) -> Spec:
     try:
         return _WIRE.validate_python(dict(data))
     except ValidationError as error:
-        raise ConfigError(words_of(error, str(kind))) from None
+        raise ConfigError(words_of(error, str(kind), tuple(_SPECS[kind].model_fields))) from None

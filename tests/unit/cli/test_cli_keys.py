@@ -54,6 +54,9 @@ def test_the_file_is_the_options_or_the_configurations(folder: Path) -> None:
     (folder / "config.toml").write_text('[policies.solver]\nmodel = "m"\n[run]\ndir = "there"\n')
     run("create", "admin")
     assert (folder / "there" / "keys.json").is_file(), "run.dir starts at the working directory"
+    (folder / "config.toml").write_text('[resources]\nport = 9999\n[run]\ndir = "lent"\n')
+    run("create", "client")
+    assert (folder / "lent" / "keys.json").is_file(), "the file of a resources server alone"
     assert not (folder / "runs").exists()
 
 

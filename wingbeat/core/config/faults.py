@@ -5,7 +5,6 @@ The validator reports a fault for every type that a key might have had, under a 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from wingbeat.core.config.server import SECRETS
+from wingbeat.core.suggestions import did_you_mean
 
 KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -62,12 +62,6 @@ def _explain(fault: Mapping[str, Any], path: str, kind: Any, root: type[BaseMode
 def _shown(path: str, value: Any) -> Any:
     """What came, unless it is somebody's key."""
     return "a key that is not shown here" if path in HIDDEN and value is not None else value
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The nearest known name as a question, or ""."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def _locate(location: Sequence[Any], root: type[BaseModel]) -> tuple[str, Any]:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from wingbeat.core.errors import InvalidReward, RequestError
 from wingbeat.core.protocol import GroupModel, Rewards, TaskModel, TransactionModel, Wire
+from wingbeat.core.suggestions import did_you_mean
 from wingbeat.server.http.requests import decode_json
-from wingbeat.server.http.suggestions import did_you_mean
 
 M = TypeVar("M", bound=Wire)
 
@@ -47,7 +47,7 @@ def _unknown_field(model: type[Wire], where: tuple[int | str, ...], value: Any) 
         section = "agents" if ":" in name else "policies"
         example = orjson.dumps({section: {name: value}}).decode()
         return f"unknown field; the reward of one of several policies or agents goes into `{section}`: {example}"
-    hint = did_you_mean(name, owner.model_fields) or f"known are {', '.join(owner.model_fields)}"
+    hint = did_you_mean(name, owner.model_fields, quote="`") or f"known are {', '.join(owner.model_fields)}"
     return f"unknown field; {hint}"
 
 

@@ -11,9 +11,9 @@ import jsonschema
 import orjson
 
 from wingbeat.core.errors import InvalidToolSchema, RequestError, UnsupportedField
+from wingbeat.core.suggestions import did_you_mean
 from wingbeat.server.calls.dialects.blocks import as_list, as_text, shown
 from wingbeat.server.calls.model_call import ToolChoice
-from wingbeat.server.http.suggestions import did_you_mean
 
 MAX_N = 64
 MAX_STOPS = 16
@@ -41,7 +41,7 @@ def check_fields(
         if name in honoured or name in no_effect:
             continue
         if name not in refused_unless:
-            hint = did_you_mean(name, {*honoured, *no_effect})
+            hint = did_you_mean(name, {*honoured, *no_effect}, quote="`")
             raise UnsupportedField(f"unknown field `{name}`; {hint or 'leave it out'}", param=name)
         if isinstance(value, bool) or value not in refused_unless[name]:
             raise UnsupportedField(
