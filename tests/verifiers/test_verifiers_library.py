@@ -77,4 +77,4 @@ def test_it_trains(folder: Path, python: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert (result["complete"], result["train_steps"]) == (True, 2)
-    assert set(result["before_by_source"]) == {"verifiers:digits"}
+    assert [set(done["sources"]) for done in result["evaluations"]] == [{"verifiers:digits"}] * 2  # before and after
