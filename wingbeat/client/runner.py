@@ -16,8 +16,9 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from wingbeat.client.agents import Agent, AsyncAgentFunction, SyncAgentFunction
 from wingbeat.client.blame import format_error
@@ -148,7 +149,7 @@ class Runner:
         """
         self._leave_by = self._clock() + (self._options.grace_s if grace_s is None else grace_s)
         self._stopping.set()
-        self._changed.set()
+        self._tell_change()
         if now:
             for task in self._running:
                 task.cancel()
@@ -234,9 +235,14 @@ class Runner:
             if not reply.leases and self._clock() - asked_at < _EMPTY_PAUSE_S:
                 await asyncio.sleep(_EMPTY_PAUSE_S)
 
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+    def _next_change(self) -> Coroutine[Any, Any, Any]:
+        """The first change after this call, however late the result is awaited."""
+        return self._changed.wait()
+
+    def _tell_change(self) -> None:
+        """Each change has an event of its own, which stays set: to clear one takes it from who is about to wait."""
+        told, self._changed = self._changed, asyncio.Event()
+        told.set()
 
     def _num_wanted(self) -> int:
         """How many leases to ask for now; 0 while enough are at hand."""
@@ -306,7 +312,7 @@ class Runner:
     def _begun(self, lease: Lease) -> None:
         """Its episode has begun, or never will."""
         self._beginning.discard(lease.lease_id)
-        self._changed.set()
+        self._tell_change()
 
     async def _result_of(self, episode: Episode | TeamEpisode) -> RewardLike | None:
         """What the agent returns.  Raises EpisodeOverdue where it takes too long."""
@@ -346,7 +352,7 @@ class Runner:
         self._mean_s = seconds if self._mean_s is None else self._mean_s + _MEAN_WEIGHT * (seconds - self._mean_s)
         self._check_memory()
         self._fill()
-        self._changed.set()
+        self._tell_change()
         if task.cancelled():
             end = _failed_end(lease, seconds, episode_id, "cancelled")
             self._stats = replace(self._stats, num_cancelled=self._stats.num_cancelled + 1)

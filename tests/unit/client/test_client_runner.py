@@ -30,6 +30,20 @@ async def test_runs_every_lease_until_the_server_says_stop(server: Any) -> None:
     assert all(end.reward == 1.0 and end.split is Split.TRAIN and not end.error for end in ends)
 
 
+async def test_the_end_is_noticed_whenever_it_comes(server: Any) -> None:
+    """Also between the look at what runs and the wait for it: nobody waits for the grace in vain."""
+    for number in range(60):
+        server.add_leases(number % 13 + 1)
+
+        async def agent(episode: Episode, yields: int = number % 7) -> float:
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            return 1.0
+
+        async with AsyncSwarm(server.url) as swarm, asyncio.timeout(5):
+            await Runner(swarm, agent, 8, options=RunnerOptions(grace_s=60)).run()
+
+
 @pytest.mark.parametrize(
     ("declared", "options", "asked"),
     [(None, None, None), (["a", "b"], None, ["a", "b"]), (["a", "b"], ["c"], ["c"]), (None, ["c"], ["c"])],
