@@ -11,14 +11,12 @@ an exception in an agent ends its own episode only; nothing new begins after ``s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from wingbeat.client.agents import Agent, AsyncAgentFunction, SyncAgentFunction
 from wingbeat.client.blame import format_error
@@ -39,6 +37,7 @@ from wingbeat.core.errors import (
 )
 from wingbeat.core.ports import Clock
 from wingbeat.core.protocol import Lease, LeaseReply
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Cause, Outcome, Split
 
 logger = logging.getLogger("wingbeat.client")
@@ -128,7 +127,7 @@ class Runner:
         """Leases under which an episode is about to begin."""
         self._num_begun = 0
         self._mean_s: float | None = None
-        self._changed = asyncio.Event()
+        self._changed = Changed()
         self._stopping = asyncio.Event()
         self._last_error = ""
         self._last_reason = ""
@@ -149,7 +148,7 @@ class Runner:
         """
         self._leave_by = self._clock() + (self._options.grace_s if grace_s is None else grace_s)
         self._stopping.set()
-        self._tell_change()
+        self._changed.notify()
         if now:
             for task in self._running:
                 task.cancel()
@@ -192,7 +191,7 @@ class Runner:
         left = [lease for lease, _ in self._ready]
         self._ready.clear()
         while self._beginning:  # their leases are still needed
-            await self._next_change()
+            await self._changed.wait()
         try:
             await self._swarm.release(left, leaving=True, **self._version())
         except WingbeatError as error:
@@ -204,8 +203,7 @@ class Runner:
     async def _drain(self) -> None:
         """Wait for what runs until ``_leave_by``, which may move meanwhile; then abort it."""
         while self._running and (left_s := self._leave_by - self._clock()) > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._next_change(), left_s)
+            await self._changed.wait(left_s)
         left = tuple(self._running)
         for task in left:
             task.cancel()
@@ -219,7 +217,7 @@ class Runner:
             while (want := self._num_wanted()) == 0:
                 if self._num_left() == 0 and not self._running:
                     return
-                await self._next_change()
+                await self._changed.wait()
             asked_at = self._clock()
             options = self._options
             sources = self._agent.sources if options.sources is None else options.sources
@@ -230,19 +228,10 @@ class Runner:
             if reply.stop:
                 logger.info("%s", reply.reason or "the run is complete")
                 while self._ready:  # dealt out before the end: the server still counts on them, or refuses them
-                    await self._next_change()
+                    await self._changed.wait()
                 return
             if not reply.leases and self._clock() - asked_at < _EMPTY_PAUSE_S:
                 await asyncio.sleep(_EMPTY_PAUSE_S)
-
-    def _next_change(self) -> Coroutine[Any, Any, Any]:
-        """The first change after this call, however late the result is awaited."""
-        return self._changed.wait()
-
-    def _tell_change(self) -> None:
-        """Each change has an event of its own, which stays set: to clear one takes it from who is about to wait."""
-        told, self._changed = self._changed, asyncio.Event()
-        told.set()
 
     def _num_wanted(self) -> int:
         """How many leases to ask for now; 0 while enough are at hand."""
@@ -312,7 +301,7 @@ class Runner:
     def _begun(self, lease: Lease) -> None:
         """Its episode has begun, or never will."""
         self._beginning.discard(lease.lease_id)
-        self._tell_change()
+        self._changed.notify()
 
     async def _result_of(self, episode: Episode | TeamEpisode) -> RewardLike | None:
         """What the agent returns.  Raises EpisodeOverdue where it takes too long."""
@@ -352,7 +341,7 @@ class Runner:
         self._mean_s = seconds if self._mean_s is None else self._mean_s + _MEAN_WEIGHT * (seconds - self._mean_s)
         self._check_memory()
         self._fill()
-        self._tell_change()
+        self._changed.notify()
         if task.cancelled():
             end = _failed_end(lease, seconds, episode_id, "cancelled")
             self._stats = replace(self._stats, num_cancelled=self._stats.num_cancelled + 1)

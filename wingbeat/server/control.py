@@ -25,6 +25,7 @@ from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import LineFile
 from wingbeat.core.lifeline import is_orphaned
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Cause
 from wingbeat.core.worker_protocol import (
     ControlMessage,
@@ -61,10 +62,10 @@ from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.ledger_watch import LedgerWatch
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.overlap import OverlapMeter
 from wingbeat.server.policies.health import HealthWatch
 from wingbeat.server.policies.host import PolicyHost
 from wingbeat.server.restore import restore_run
-from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.teams.deciders import Deciders
 from wingbeat.server.workers.hub import WorkerHub, WorkerSession
 from wingbeat.server.workers.sessions import EngineSession, TrainerSession

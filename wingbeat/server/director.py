@@ -15,12 +15,12 @@ from typing import Any
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import EvaluationRequest
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Split
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
 from wingbeat.server.episodes.evaluations import Evaluations
 from wingbeat.server.policies.host import PolicyHost, TrainerState
-from wingbeat.server.signals import Changed
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from wingbeat.core.config import Config, PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import EpisodeSamples, TrainingSample
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import FinishReason, Outcome, SamplingParams, Split, Task
 from wingbeat.core.weight_protocol import Manifest, Published, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
@@ -55,9 +56,9 @@ from wingbeat.server.episodes.rollouts import Rollouts
 from wingbeat.server.keys.ring import KeyRing
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
+from wingbeat.server.overlap import OverlapMeter
 from wingbeat.server.policies.host import HostContext, PolicyHost
 from wingbeat.server.restore import restore_run
-from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.teams.transactions import TransactionState
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.tracking.formats import DEEPSEEK_CALL, DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, THINK

@@ -9,10 +9,10 @@ from typing import Any
 
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Split
 from wingbeat.server.director import Director, DirectorParts
 from wingbeat.server.policies.host import TrainerState
-from wingbeat.server.signals import Changed
 
 
 async def exported(path: Path) -> Any:

@@ -12,10 +12,10 @@ import pytest
 from wingbeat.core.errors import NoEngine, UnavailableError
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import INT_DTYPE
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.weight_protocol import Manifest, PinVersion, UnpinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import PROTOCOL_VERSION, Abort, Failed, Generate, Register, TokenChunk
-from wingbeat.server.signals import Changed
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.server.workers.sessions import EngineSession, SessionParts
 

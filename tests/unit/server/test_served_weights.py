@@ -13,6 +13,7 @@ import pytest
 from wingbeat.core.config.load import validate_config
 from wingbeat.core.errors import ConfigError
 from wingbeat.core.events import EventLog
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import FinishReason, SamplingParams
 from wingbeat.core.weight_protocol import Manifest, PinVersion, UpdateWeights, WeightsServed
 from wingbeat.core.worker_protocol import (
@@ -29,7 +30,6 @@ from wingbeat.core.worker_protocol import (
     Tokens,
 )
 from wingbeat.dataflow.lineages import Ancestry, Lineage
-from wingbeat.server.signals import Changed
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.server.workers.report import engine_blockers, engine_replies
 from wingbeat.server.workers.served import RETRY_S, lag_limit

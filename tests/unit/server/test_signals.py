@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wingbeat.server.signals import Changed, OverlapMeter
+from wingbeat.core.signals import Changed
+from wingbeat.server.overlap import OverlapMeter
 
 
 def test_overlap_is_the_share_of_training_time_in_which_something_was_generated(clock: Any) -> None:

@@ -18,13 +18,13 @@ from wingbeat.core.config import Config
 from wingbeat.core.errors import ConflictError, EpisodeClosed, SetupError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest, LeaseRequest
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Outcome, Split, Task, Variant
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason
 from wingbeat.dataflow.records import EpisodeRecord, GroupSpec
 from wingbeat.dataflow.variants import Asker
 from wingbeat.server.episodes.registry import EpisodeState
-from wingbeat.server.signals import Changed
 from wingbeat.server.variants.metrics import SHOWN, VariantMeter
 from wingbeat.server.variants.variants import VariantParts, Variants
 

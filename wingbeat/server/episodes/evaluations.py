@@ -11,6 +11,7 @@ from typing import Any
 from wingbeat.core.errors import NoEngine, NotFoundError, RequestError, VersionGone
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import EvaluationReply, EvaluationRequest, ScoreReply
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Variant
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.evaluation import Evaluation, EvaluationResult, EvaluationSpec
@@ -18,7 +19,6 @@ from wingbeat.dataflow.ledger import Ledger
 from wingbeat.dataflow.records import ClosedGroup, GroupSpec
 from wingbeat.server.episodes.client_groups import spell
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 
 REMEMBERED = 1000
 

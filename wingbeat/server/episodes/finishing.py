@@ -11,6 +11,7 @@ from typing import Any
 from wingbeat.core.errors import EpisodeClosed, IdempotencyConflict, RequestError
 from wingbeat.core.events import EventLog
 from wingbeat.core.protocol import AbortRequest, FinishReply, FinishRequest
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import OUTCOME_OF, UNSAID, Cause, Outcome, Split
 from wingbeat.dataflow.groups import GroupBook, ReleaseReason
 from wingbeat.dataflow.ledger import Ledger
@@ -38,7 +39,6 @@ from wingbeat.server.episodes.source_metrics import SourceMeter
 from wingbeat.server.episodes.untrained import Untrained
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 from wingbeat.server.variants.variants import Variants
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.tracking.timelines import count_untrainable

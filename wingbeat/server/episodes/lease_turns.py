@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wingbeat.core.protocol import LeaseRequest
+from wingbeat.core.signals import Changed
 from wingbeat.dataflow.groups import SlotTicket
 from wingbeat.server.calls.fairness import FairShares
 from wingbeat.server.episodes.issuing import Sources
 from wingbeat.server.limits import Quota
-from wingbeat.server.signals import Changed
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from wingbeat.core.config import Config
 from wingbeat.core.events import EventLog
+from wingbeat.core.signals import Changed
 from wingbeat.dataflow.dealer import TaskDealer
 from wingbeat.dataflow.groups import GroupBook
 from wingbeat.dataflow.ledger import Ledger
@@ -18,7 +19,6 @@ from wingbeat.server.episodes.registry import EpisodeRegistry
 from wingbeat.server.limits import Limits
 from wingbeat.server.metrics import ControlMetrics
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 from wingbeat.server.variants.variants import Variants
 
 

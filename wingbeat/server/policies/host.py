@@ -17,6 +17,7 @@ import msgspec
 from wingbeat.core.config import PolicyConfig
 from wingbeat.core.events import EventLog
 from wingbeat.core.samples import TrainingBatch
+from wingbeat.core.signals import Changed
 from wingbeat.core.weight_protocol import Manifest
 from wingbeat.core.worker_protocol import ControlMessage, Exported, PolicySpec, StepDone
 from wingbeat.dataflow.buffer import PolicyBuffer
@@ -25,11 +26,11 @@ from wingbeat.dataflow.lineages import Ancestry, Lineage
 from wingbeat.dataflow.operators import OperatorChain, VarianceRule, has_zero_variance
 from wingbeat.dataflow.records import ReadyGroup
 from wingbeat.dataflow.step_rule import StepRule
+from wingbeat.server.overlap import OverlapMeter
 from wingbeat.server.policies.step_loop import StepEnd, StepListener, StepLoop
 from wingbeat.server.policies.trainer_link import TrainerLink
 from wingbeat.server.policies.trainer_state import TrainerState
 from wingbeat.server.policies.versions import PolicyVersions
-from wingbeat.server.signals import Changed, OverlapMeter
 from wingbeat.server.workers.engines import EnginePool
 from wingbeat.tracking.template import ChatTemplate
 

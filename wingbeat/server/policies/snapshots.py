@@ -23,10 +23,10 @@ import msgspec
 
 from wingbeat.core.events import EventLog
 from wingbeat.core.files import write_atomically
+from wingbeat.core.signals import Changed
 from wingbeat.core.weight_protocol import Manifest, Place
 from wingbeat.dataflow.lineages import Lineage
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 from wingbeat.weights.host import host_id
 from wingbeat.weights.names import file_name
 

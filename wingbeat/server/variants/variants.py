@@ -20,6 +20,7 @@ from wingbeat.core.events import EventLog
 from wingbeat.core.files import write_atomically
 from wingbeat.core.protocol import LeaseRequest
 from wingbeat.core.protocol_variants import LabelReply, VariantReply, VariantsReply
+from wingbeat.core.signals import Changed
 from wingbeat.core.types import Split, Variant
 from wingbeat.dataflow.groups import GroupBook, RestoredSlot, SlotTicket
 from wingbeat.dataflow.records import GroupSpec
@@ -27,7 +28,6 @@ from wingbeat.dataflow.variants import Asker, Presence, VariantMix
 from wingbeat.server.episodes.client_groups import is_client_group
 from wingbeat.server.episodes.evaluations import Evaluations
 from wingbeat.server.episodes.registry import EpisodeState, OpenEpisode
-from wingbeat.server.signals import Changed
 from wingbeat.server.variants.metrics import VariantMeter, VariantStats
 
 WEIGHTS_FILE = "variants.json"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wingbeat.core.events import EventLog
+from wingbeat.core.signals import Changed
 from wingbeat.core.weight_protocol import Published, WeightsServed
 from wingbeat.core.worker_protocol import (
     CheckpointSaved,
@@ -24,7 +25,6 @@ from wingbeat.core.worker_protocol import (
 )
 from wingbeat.server.calls.flights import EngineLink
 from wingbeat.server.policies.host import PolicyHost
-from wingbeat.server.signals import Changed
 from wingbeat.server.workers.engines import EnginePool
 
 logger = logging.getLogger(__name__)

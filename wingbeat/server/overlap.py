@@ -1,33 +1,8 @@
-"""Small pieces of control's event loop: a broadcast that wakes waiters, and the overlap meter."""
+"""How much of training runs beside generation."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-
-
-class Changed:
-    """Wakes everybody who waits for the state to change; never polls."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.count = 0
-        """How often it was notified."""
-
-    def notify(self) -> None:
-        self.count += 1
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-
-    async def wait(self, timeout_s: float | None = None) -> bool:
-        """True when notified, False when ``timeout_s`` passed first."""
-        event = self._event
-        try:
-            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
-                await event.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class OverlapMeter:
