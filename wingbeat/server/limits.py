@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from wingbeat.core.config.limits import LimitsConfig
 from wingbeat.core.errors import LimitReached, RequestError
@@ -134,6 +135,28 @@ class Quota:
             self.give(client)
 
 
+class BoundsBodies(Protocol):
+    """A section with bounds for request bodies."""
+
+    @property
+    def body_bytes(self) -> int: ...
+    @property
+    def total_body_bytes(self) -> int: ...
+
+
+def body_quota(config: BoundsBodies, *, refused: Callable[[str], None], section: str = "limits") -> Quota:
+    """Of the bytes of request bodies, for any server of ours."""
+    return Quota(
+        "body_bytes",
+        "bytes of request bodies under way",
+        limit=config.body_bytes,
+        total=config.total_body_bytes,
+        refused=refused,
+        help="send fewer or smaller ones at once",
+        section=section,
+    )
+
+
 class Rate:
     """A token bucket for every client."""
 
@@ -229,14 +252,7 @@ class Limits:
             refused=refused,
             help="wait for answers before you send more",
         )
-        self.bodies = Quota(
-            "body_bytes",
-            "bytes of request bodies under way",
-            limit=config.body_bytes,
-            total=config.total_body_bytes,
-            refused=refused,
-            help="send fewer or smaller ones at once",
-        )
+        self.bodies = body_quota(config, refused=refused)
         self.rate = Rate(per_s=config.requests_per_s, burst=config.request_burst, clock=clock, refused=refused)
 
     def began(self, episode: OpenEpisode) -> None:

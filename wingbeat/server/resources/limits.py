@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wingbeat.core.config.resources import ResourcesConfig
-from wingbeat.server.limits import Quota, Rate
+from wingbeat.server.limits import Quota, Rate, body_quota
 
 SECTION = "resources"
 
@@ -31,15 +31,7 @@ class LendingLimits:
             section=SECTION,
             total_name="total_leases",
         )
-        self.bodies = Quota(
-            "body_bytes",
-            "bytes of request bodies under way",
-            limit=config.body_bytes,
-            total=config.total_body_bytes,
-            refused=refused,
-            help="send fewer or smaller ones at once",
-            section=SECTION,
-        )
+        self.bodies = body_quota(config, refused=refused, section=SECTION)
         self.rate = Rate(
             per_s=config.requests_per_s,
             burst=config.request_burst,
