@@ -1,13 +1,9 @@
-"""The overlap meter by hand, and a broadcast that misses nobody."""
+"""The overlap meter by hand."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import pytest
-
-from wingbeat.core.signals import Changed
 from wingbeat.server.overlap import OverlapMeter
 
 
@@ -42,23 +38,3 @@ def test_two_policies_that_train_at_once_count_once_and_a_running_step_counts_al
     clock.now = 5.0
     assert meter.fraction == 1.0
     assert meter.train_s == 5.0
-
-
-async def test_changed_wakes_all_who_wait_and_only_those() -> None:
-    changed = Changed()
-    async with asyncio.TaskGroup() as group:
-        waiters = [group.create_task(changed.wait(60.0 if i % 2 else None)) for i in range(4)]
-        await asyncio.sleep(0)
-        changed.notify()
-    assert [waiter.result() for waiter in waiters] == [True] * 4
-    assert not await changed.wait(0.001)  # an earlier notification does not count
-
-
-async def test_a_waiter_that_is_notified_and_cancelled_in_one_breath_is_cancelled() -> None:
-    changed = Changed()
-    waiter = asyncio.create_task(changed.wait(60.0))
-    await asyncio.sleep(0)
-    changed.notify()
-    waiter.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiter
